@@ -1,0 +1,301 @@
+"""`attn-demo`: attention over a paged cache, drawn small, then the backends compared on the same steps.
+
+Owns the toy steps and their drawing. Metadata, masks and backends are the server's own; the `torch` backend is the
+oracle, and this file knows of the others only what `select_backend` says. There is no model: queries, keys and values
+are random numbers, and one layer stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from miniserve import platform
+from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.attention.batch import AttnMetadata, causal_mask
+from miniserve.attention.select import select_backend
+from miniserve.config import ATTENTION_BACKENDS
+from miniserve.core.schedule import ScheduledRequest
+from miniserve.runner.input_builder import build_input
+from miniserve.sampling_params import SamplingParams
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # as in Qwen3-0.6B
+ORACLE = "torch"
+NUM_RUNS = 15
+MAX_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One request's share of a step: `num_cached` tokens lie in the cache, `num_new` are computed."""
+
+    name: str
+    num_cached: int
+    num_new: int
+
+
+SMALL_STEP = (Part("A decodes", 10, 1), Part("B is a prompt", 0, 5), Part("C is a chunk", 6, 3))
+MIXED_STEP = (Part("A decodes", 1500, 1), Part("B is a prompt", 0, 192), Part("C is a chunk", 320, 128))
+DECODE_STEP = tuple(Part(f"request {index}", 200 + 50 * index, 1) for index in range(16))
+
+
+@dataclass(frozen=True, slots=True)
+class ToyStep:
+    """The tensors of one step in one layer, with a cache that holds the tokens computed before."""
+
+    metadata: AttnMetadata
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    key: Tensor  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor  # [num_tokens, num_kv_heads, head_dim]
+    cache: LayerKVCache
+
+    def attend(self, plan: AttentionPlan) -> Tensor:
+        """What the backend says, [num_tokens, num_heads, head_dim]. It writes the same KV to the cache each time."""
+        return plan(self.query, self.key, self.value, self.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a backend did on a step, or why it did not run."""
+
+    name: str
+    difference: float = 0.0  # the largest from the oracle
+    seconds: float = 0.0  # median of the runs
+    skipped: str | None = None
+
+
+def run(*, console: Console | None = None, num_runs: int = NUM_RUNS) -> None:
+    """Print the demonstration."""
+    console = console or Console(highlight=False)
+    if console.width > MAX_WIDTH:
+        console.width = MAX_WIDTH
+    device = torch.device(platform.detect().devices[0])
+    generator = torch.Generator().manual_seed(0)
+    small = make_step(SMALL_STEP, block_size=4, device=device, generator=generator)
+    _show_slots(console, SMALL_STEP, small.metadata)
+    _show_mask(console, SMALL_STEP[-1])
+    mixed = make_step(MIXED_STEP, block_size=16, device=device, generator=generator)
+    decode = make_step(DECODE_STEP, block_size=16, device=device, generator=generator)
+    _show_comparison(console, device, num_runs, {"mixed": mixed, "decode": decode})
+    _show_costs(console, {"mixed": mixed.metadata, "decode": decode.metadata})
+
+
+# The steps
+
+
+def make_step(parts: Sequence[Part], *, block_size: int, device: torch.device, generator: torch.Generator) -> ToyStep:
+    """Random tensors for the parts, whose blocks lie scattered in the cache, as after hours of serving."""
+    num_blocks = [-(-(part.num_cached + part.num_new) // block_size) for part in parts]
+    pool_size = sum(num_blocks) + 1  # block 0 is never handed out
+    shuffled = (torch.randperm(pool_size - 1, generator=generator) + 1).split(num_blocks)
+    scheduled = [_schedule(part, ids.tolist()) for part, ids in zip(parts, shuffled, strict=True)]
+    metadata = build_input(scheduled, block_size, device).metadata
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    num_tokens = metadata.slot_mapping.shape[0]
+    cache_shape = (pool_size, block_size, NUM_KV_HEADS, HEAD_DIM)
+    return ToyStep(
+        metadata=metadata,
+        query=random(num_tokens, NUM_HEADS, HEAD_DIM),
+        key=random(num_tokens, NUM_KV_HEADS, HEAD_DIM),
+        value=random(num_tokens, NUM_KV_HEADS, HEAD_DIM),
+        cache=LayerKVCache(random(*cache_shape), random(*cache_shape)),
+    )
+
+
+def _schedule(part: Part, block_ids: list[int]) -> ScheduledRequest:
+    end = part.num_cached + part.num_new
+    return ScheduledRequest(
+        request_id=part.name,
+        token_ids=[0] * end,
+        start=part.num_cached,
+        end=end,
+        block_ids=block_ids,
+        num_prompt_tokens=end,
+        sampling=SamplingParams(),
+        samples=True,
+    )
+
+
+# Where tokens live
+
+
+def _show_slots(console: Console, parts: Sequence[Part], metadata: AttnMetadata) -> None:
+    _heading(console, "1. Where tokens live")
+    table = _table("request", "cached", "new", "block table", "slots of the new tokens")
+    starts = pairwise(metadata.query_start_loc.tolist())
+    for part, block_ids, (start, end) in zip(parts, metadata.block_tables.tolist(), starts, strict=True):
+        slots = metadata.slot_mapping[start:end].tolist()
+        row = (part.num_cached, part.num_new, _join(block_ids), _join(slots))
+        table.add_row(part.name, *map(str, row))
+    console.print(table)
+    size = metadata.block_size
+    position, slot = parts[0].num_cached, int(metadata.slot_mapping[0])
+    block = int(metadata.block_tables[0, position // size])
+    _say(
+        console,
+        f"One step serves all three: their new tokens are packed into one row of {metadata.slot_mapping.shape[0]}. A "
+        f"slot is one token's place in the cache: block id x block size + offset. A's new token has position "
+        f"{position}: entry {position // size} of its block table is block {block}, the offset is {position % size}, "
+        f"so its slot is {block} x {size} + {position % size} = {slot}. Short block tables are padded with block 0, "
+        "which belongs to nobody.",
+    )
+
+
+def _show_mask(console: Console, part: Part) -> None:
+    _heading(console, "2. Who may look at whom")
+    seq_len = part.num_cached + part.num_new
+    mask = causal_mask(part.num_new, seq_len, torch.device("cpu"))
+    table = _table(part.name, *(str(position) for position in range(seq_len)), padding=0)
+    for position, row in enumerate(mask.tolist(), start=part.num_cached):
+        table.add_row(f"token {position}", *("[green]x[/]" if visible else "[dim].[/]" for visible in row))
+    console.print(table)
+    _say(
+        console,
+        f"The rows are C's new tokens, the columns all of its tokens. A token looks at itself and at what came before "
+        f"it, so the last row sees everything: the triangle stands in the bottom right corner. Aligned at the top "
+        f"left, token {part.num_cached} would see token 0 alone, and the cached context would be lost. When nothing "
+        "is cached the two are the same, which is why chunks and cached prefixes are where this goes wrong.",
+    )
+
+
+# The backends
+
+
+def compare(step: ToyStep, device: torch.device, num_runs: int) -> list[Result]:
+    """All backends on one step, the oracle first."""
+    names = [ORACLE, *(name for name in ATTENTION_BACKENDS if name not in ("auto", ORACLE))]
+    results: list[Result] = []
+    expected: Tensor | None = None
+    for name in names:
+        choice = select_backend(name, device.type)
+        if choice.reason is not None:
+            results.append(Result(name, skipped=choice.reason))
+            continue
+        plan = choice.backend(HEAD_DIM**-0.5).plan(step.metadata)
+        output = step.attend(plan)
+        expected = output if expected is None else expected
+        difference = (output - expected).abs().max().item()
+        results.append(Result(name, difference, _median_seconds(step, plan, device, num_runs)))
+    return results
+
+
+def _median_seconds(step: ToyStep, plan: AttentionPlan, device: torch.device, num_runs: int) -> float:
+    seconds = []
+    for _ in range(num_runs):
+        start = perf_counter()
+        step.attend(plan)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # a call returns before the device is done
+        seconds.append(perf_counter() - start)
+    return median(seconds)
+
+
+def _show_comparison(console: Console, device: torch.device, num_runs: int, steps: dict[str, ToyStep]) -> None:
+    _heading(console, "3. The backends, side by side")
+    table = _table("step", "backend", "largest difference", "one layer", "speed")
+    skipped: dict[str, str] = {}
+    for name, step in steps.items():
+        results = compare(step, device, num_runs)
+        for result in results:
+            if result.skipped is not None:
+                skipped[result.name] = result.skipped
+                continue
+            is_oracle = result.name == ORACLE
+            difference = "the oracle" if is_oracle else f"{result.difference:.1e}"
+            time = f"{result.seconds * 1e3:.2f} ms"
+            table.add_row(name, result.name, difference, time, f"{results[0].seconds / result.seconds:.1f} x")
+        table.add_section()
+    console.print(table)
+    for reason in skipped.values():
+        console.print(Text(f"Skipped: {reason}.", style="yellow"))
+    _say(
+        console,
+        f"Each backend got the same metadata and tensors (fp32, on {device.type}); the time is the median of "
+        f"{num_runs} runs. The torch backend loops over the requests and follows the formula word by word: slow, and "
+        "easy to trust. The others may only be faster. Their answers differ by rounding alone, since they add the "
+        "same numbers in another order.",
+    )
+
+
+# What a step costs
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What attention must do for one step, in one layer, at the least."""
+
+    num_new_tokens: int
+    num_bytes: int  # keys and values read, in fp32
+    num_operations: int  # multiplications and additions
+
+    @classmethod
+    def of(cls, metadata: AttnMetadata) -> Cost:
+        """Count: a new token meets every key that it sees, once in q k^T and once in the sum of the values."""
+        lens = list(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True))
+        num_pairs = sum(query * (seq - query) + query * (query + 1) // 2 for query, seq in lens)
+        num_keys = sum(metadata.seq_lens_host)
+        return cls(
+            num_new_tokens=sum(metadata.query_lens_host),
+            num_bytes=2 * num_keys * NUM_KV_HEADS * HEAD_DIM * torch.float32.itemsize,
+            num_operations=4 * num_pairs * NUM_HEADS * HEAD_DIM,
+        )
+
+
+def _show_costs(console: Console, steps: dict[str, AttnMetadata]) -> None:
+    _heading(console, "4. Why decode reads everything and computes little")
+    table = _table("step", "new tokens", "KV read", "operations", "operations per byte")
+    costs = {name: Cost.of(metadata) for name, metadata in steps.items()}
+    for name, cost in costs.items():
+        table.add_row(
+            name,
+            str(cost.num_new_tokens),
+            f"{cost.num_bytes / 2**20:.1f} MiB",
+            f"{cost.num_operations / 1e6:.0f} million",
+            f"{cost.num_operations / cost.num_bytes:.1f}",
+        )
+    console.print(table)
+    decode = costs["decode"]
+    _say(
+        console,
+        f"A prompt's tokens share what is read: each key serves every token after it. In a decode step each request "
+        f"has one new token, which needs all keys and values before it, and nobody else needs them: "
+        f"{decode.num_bytes / 2**20:.0f} MiB are read for {decode.num_new_tokens} tokens. So decode is as fast as "
+        "memory is, not as fast as the processor is: fewer KV heads, smaller numbers and larger batches help.",
+    )
+
+
+# Drawing
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Rule(f"[bold]{text}[/]", align="left", style="dim"))
+
+
+def _table(*columns: str, padding: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding), header_style="bold blue", show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text("\n" + text))
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

@@ -1,0 +1,51 @@
+"""The reference backend: attention as the formula says it, one request and one fp32 softmax at a time.
+
+softmax(q k^T x scale + causal mask) v (Vaswani et al., 2017), with each key/value head shared by a group of query
+heads (Ainslie et al., 2023). Slow on purpose: the oracle that every other backend is tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miniserve.attention.base import AttentionBackend, AttentionPlan, LayerKVCache
+from miniserve.attention.batch import AttnMetadata, causal_mask
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan(AttentionPlan):
+    """Loops over the requests of the step."""
+
+    metadata: AttnMetadata
+    scale: float
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerKVCache) -> Tensor:
+        cache.write(self.metadata.slot_mapping, key, value)
+        queries = query.split(self.metadata.query_lens_host)
+        outputs = [self._attend(request, q, cache) for request, q in enumerate(queries)]
+        return torch.cat(outputs)
+
+    def _attend(self, request: int, query: Tensor, cache: LayerKVCache) -> Tensor:
+        seq_len = self.metadata.seq_lens_host[request]
+        blocks = self.metadata.block_tables[request]
+        keys = cache.keys[blocks].flatten(0, 1)[:seq_len].float()  # [seq_len, num_kv_heads, head_dim]
+        values = cache.values[blocks].flatten(0, 1)[:seq_len].float()
+        group_size = query.shape[1] // keys.shape[1]
+        keys = keys.repeat_interleave(group_size, dim=1)  # [seq_len, num_heads, head_dim]
+        values = values.repeat_interleave(group_size, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * self.scale
+        visible = causal_mask(query.shape[0], seq_len, query.device)
+        probs = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
+
+
+class TorchBackend(AttentionBackend):
+    """Plain PyTorch, the oracle."""
+
+    name = "torch"
+
+    def plan(self, metadata: AttnMetadata) -> TorchPlan:
+        return TorchPlan(metadata, self.scale)

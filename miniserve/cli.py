@@ -1,0 +1,336 @@
+"""The command line: flags, and what each command prints. Heavy imports wait until a command needs them.
+
+The engine flags are generated from `EngineConfig`. Text goes to stdout, everything about it to stderr. Exit codes:
+0 done, 1 the request failed, 2 asked for something that cannot be started, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from miniserve.config import EngineConfig, flag_info, flag_name
+from miniserve.errors import ConfigError, InvalidParameterError, RequestError, StartupError
+from miniserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from miniserve.core.request import Request
+    from miniserve.engine.llm import LLM
+    from miniserve.outputs import EngineOutput
+
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors in one line and exit code 2, and flags spelled out in full."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            code: int = args.command(args)
+            return code
+        finally:
+            print(end="", flush=True)  # a reader that has gone is noticed here, not at the interpreter's exit
+    except StartupError as error:
+        return _fail(str(error), 2)
+    except RequestError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        # What is still buffered has to go somewhere, or the interpreter complains about it at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _fail(message: str, code: int) -> int:
+    message = " ".join(message.split())  # one line, whatever a library's message was made of
+    print(f"miniserve: error: {message}" if code != INTERRUPTED else f"miniserve: {message}", file=sys.stderr)
+    return code
+
+
+# Flags
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="miniserve", description="An LLM inference server to read, to watch and to trust.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+
+    generate = commands.add_parser("generate", help="answer prompts on the terminal")
+    _add_generate_flags(generate)
+    _add_engine_flags(generate)
+    generate.set_defaults(command=_generate)
+
+    for name, what in (("serve", "serve the OpenAI API over HTTP"), ("bench", "measure throughput and latency")):
+        later = commands.add_parser(name, help=f"{what} (not yet)")
+        _add_engine_flags(later)
+        later.set_defaults(command=_not_yet, name=name)
+
+    attn_demo = commands.add_parser("attn-demo", help="watch the attention backends agree on a toy cache")
+    attn_demo.set_defaults(command=_attn_demo)
+    kv_demo = commands.add_parser("kv-demo", help="watch the KV cache manager hand out, share and evict blocks")
+    kv_demo.add_argument("--no-pause", action="store_true", help="do not wait for a key between the steps")
+    kv_demo.set_defaults(command=_kv_demo)
+    return parser
+
+
+def _add_engine_flags(parser: Parser) -> None:
+    """One flag per field of `EngineConfig`, with its default, choices and help. Absent flags stay absent."""
+    group = parser.add_argument_group("engine")
+    for config_field in fields(EngineConfig):
+        info = flag_info(config_field)
+        name = flag_name(config_field.name)
+        default = config_field.default
+        if isinstance(default, bool):
+            state = "on" if default else "off"
+            group.add_argument(
+                name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=f"{info.help} (default: {state})",
+            )
+            continue
+        shown = f" (default: {default})" if isinstance(default, (str, int, float)) else ""
+        group.add_argument(
+            name,
+            type=_parse_with(info.parse),
+            choices=info.choices,
+            metavar=info.metavar or config_field.name.upper().split("_")[-1],
+            default=argparse.SUPPRESS,
+            help=(info.help + shown).replace("%", "%%"),
+        )
+
+
+def _parse_with(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse`, with its ValueError's own words in argparse's error."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            kind = {int: "an integer", float: "a number"}.get(parse)  # type: ignore[call-overload]
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}" if kind else str(error)) from None
+
+    return checked
+
+
+def _add_generate_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        required=True,
+        dest="prompts",
+        metavar="TEXT",
+        help="the prompt; give it again for a batch; - reads it from stdin",
+    )
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
+    parser.add_argument("--system", metavar="TEXT", help="the system message; implies --chat")
+    parser.add_argument("--no-stream", action="store_true", help="print each answer when it is complete")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, nothing else")
+    group = parser.add_argument_group("sampling (default: as the model recommends, else temperature 1)")
+    group.add_argument("--max-tokens", type=_parse_with(int), metavar="N", help="default: the rest of the context")
+    group.add_argument("--temperature", type=_parse_with(float), metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=_parse_with(float), metavar="P")
+    group.add_argument("--top-k", type=_parse_with(int), metavar="K")
+    group.add_argument("--min-p", type=_parse_with(float), metavar="P")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine flags that were given; `EngineConfig` has the defaults.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    given = vars(args)
+    return EngineConfig(**{f.name: given[f.name] for f in fields(EngineConfig) if f.name in given})
+
+
+# generate
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    sampling = _sampling_flags(args)
+    prompts = [_read_stdin() if prompt == "-" else prompt for prompt in args.prompts]
+    llm = _load(config)
+    requests = _requests(args, llm, prompts, llm.default_sampling_params(**sampling))
+    if args.json:
+        return _print_json(llm, requests)
+    outputs = _print_texts(llm, requests, stream=not args.no_stream)
+    _print_statistics(outputs)
+    return 0
+
+
+def _sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given, as `SamplingParams` arguments; the others stay as the model recommends.
+
+    Raises:
+        ConfigError: a value is out of range. Found before the model is loaded.
+    """
+    given = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "seed": getattr(args, "seed", None),
+        "stop": tuple(args.stop) if args.stop else None,
+    }
+    sampling = {name: value for name, value in given.items() if value is not None}
+    sampling |= {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
+    try:
+        SamplingParams(**sampling)
+    except InvalidParameterError as error:
+        raise ConfigError(f"{flag_name(error.param or '')}: {error}") from None
+    return sampling
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidParameterError(f"the prompt on stdin is not text: {error}", param="prompt") from None
+
+
+def _load(config: EngineConfig) -> LLM:
+    """Load the model, with a progress bar on a terminal, and print what was settled."""
+    from miniserve.engine.build import build_engine
+    from miniserve.engine.llm import LLM
+
+    with _progress_bar("loading") as progress:
+        parts = build_engine(config, progress=progress)
+    for line in parts.summary:
+        print(f"[miniserve] {line}", file=sys.stderr)
+    return LLM.from_parts(parts)
+
+
+@contextmanager
+def _progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _requests(args: argparse.Namespace, llm: LLM, prompts: list[str], sampling: SamplingParams) -> list[Request]:
+    """Checked requests, plain or chat."""
+    if not args.chat and args.system is None:
+        return llm.prompt_requests(prompts, sampling)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return llm.chat_requests([[*system, {"role": "user", "content": prompt}] for prompt in prompts], sampling)
+
+
+def _print_texts(llm: LLM, requests: list[Request], *, stream: bool) -> list[EngineOutput]:
+    """Print the answers in the order of the prompts; returns the last output of each request.
+
+    All run as one batch. The first unfinished answer streams; the others are held until it is their turn.
+    """
+    writer = _OrderedWriter([request.request_id for request in requests], stream=stream)
+    last = []
+    for output in llm.stream(requests):
+        writer.add(output)
+        if output.finish_reason is not None:
+            last.append(output)
+    return last
+
+
+class _OrderedWriter:
+    """Writes interleaved answers one after the other to stdout."""
+
+    def __init__(self, request_ids: list[str], *, stream: bool) -> None:
+        self._waiting = list(request_ids)
+        self._texts = {request_id: "" for request_id in request_ids}
+        self._finished: set[str] = set()
+        self._stream = stream
+        self._numbered = len(request_ids) > 1
+        self._started = 0
+
+    def add(self, output: EngineOutput) -> None:
+        self._texts[output.request_id] += output.text
+        if output.finish_reason is not None:
+            self._finished.add(output.request_id)
+        while self._waiting:
+            current = self._waiting[0]
+            done = current in self._finished
+            if done or self._stream:
+                self._write(current)
+            if not done:
+                break
+            print(flush=True)
+            self._waiting.pop(0)
+
+    def _write(self, request_id: str) -> None:
+        number = len(self._texts) - len(self._waiting) + 1
+        if self._numbered and self._started < number:
+            self._started = number
+            print(f"--- {number}")
+        print(self._texts[request_id], end="", flush=True)
+        self._texts[request_id] = ""
+
+
+def _print_statistics(outputs: list[EngineOutput]) -> None:
+    """Time to first token, speed and cache use of the batch, to stderr."""
+    usages = [output.usage for output in outputs if output.usage is not None]
+    timings = [output.timing for output in outputs if output.timing is not None]
+    if not usages or not timings:
+        return
+    generated = sum(usage.completion_tokens for usage in usages)
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages)
+    total = max(timing.total for timing in timings)
+    first = min(timing.first_token for timing in timings)
+    print(
+        f"[miniserve] {prompt} prompt tokens ({cached} cached), {generated} generated in {total:.2f} s: "
+        f"{generated / total:.1f} tokens/s, first token after {first:.3f} s",
+        file=sys.stderr,
+    )
+
+
+def _print_json(llm: LLM, requests: list[Request]) -> int:
+    for output in llm.run(requests):
+        print(json.dumps(asdict(output), ensure_ascii=False))
+    return 0
+
+
+# The other commands
+
+
+def _not_yet(args: argparse.Namespace) -> int:
+    engine_config(args)
+    return _fail(f"{args.name} is not part of this version yet; generate is", 2)
+
+
+def _attn_demo(_args: argparse.Namespace) -> int:
+    from demos.attn_demo import run
+
+    run()
+    return 0
+
+
+def _kv_demo(args: argparse.Namespace) -> int:
+    from demos.kv_demo import run
+
+    run(pause=not args.no_pause)
+    return 0

@@ -1,0 +1,224 @@
+"""Configuration: `EngineConfig` is what was asked, `ResolvedConfig` is what will happen. Both are frozen.
+
+The command line's engine flags are generated from `EngineConfig`'s fields, so a flag, its default, its help text and
+its check stand in one place. Nothing here imports torch: facts about the machine come from `platform`, as arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from miniserve.errors import ConfigError
+from miniserve.platform import Machine
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
+DEVICES = ("auto", "mps", "cuda", "cpu")
+ATTENTION_BACKENDS = ("auto", "sdpa", "torch", "flash_attn")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagInfo:
+    """How a field appears on the command line."""
+
+    help: str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    parse: Callable[[str], Any] = str
+
+
+def _flag(default: Any, help: str, **info: Any) -> Any:
+    """A dataclass field that is also a flag."""
+    metadata = {"flag": FlagInfo(help, **info)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def parse_token_count(text: str) -> int:
+    """An integer that may end in k (x 1024): "4096", "8k"."""
+    digits, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError(f"{text!r} is not a number of tokens, such as 4096 or 8k")
+    return int(digits) * unit
+
+
+def default_model() -> str:
+    """The environment's model, else the project's default."""
+    return os.environ.get("MINISERVE_MODEL") or DEFAULT_MODEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What was asked of the engine. One flag per field.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag.
+    """
+
+    model: str = _flag(
+        default_model,
+        "HF model id, local checkpoint folder, .gguf file, or smollm2 (the embedded model); "
+        "default $MINISERVE_MODEL or " + DEFAULT_MODEL,
+    )
+    revision: str | None = _flag(None, "branch, tag or commit of the model on the hub")
+    tokenizer: str | None = _flag(None, "tokenizer from another folder, .gguf file or model id")
+    load_format: str = _flag(
+        "auto", "auto reads the weights; dummy makes random ones from the config", choices=LOAD_FORMATS
+    )
+    device: str = _flag("auto", "auto takes mps, then cuda, then cpu", choices=DEVICES)
+    dtype: str = _flag(
+        "auto",
+        "type of weights and KV cache; auto is fp16 on mps, bf16 on cuda, and on a cpu bf16 where it has "
+        "bf16 instructions, else fp32",
+        choices=DTYPES,
+    )
+    max_model_len: int = _flag(
+        4096, "longest prompt + output in tokens, such as 8k; capped by the model's own", parse=parse_token_count
+    )
+    max_num_seqs: int = _flag(16, "requests that run at once", parse=int)
+    max_num_batched_tokens: int = _flag(
+        1024, "token budget of a step; longer prompts are computed in chunks", parse=parse_token_count
+    )
+    gpu_memory_utilization: float = _flag(
+        0.60, "share of the device's memory (on a cpu: of the available RAM) for the KV cache", parse=float
+    )
+    num_kv_blocks: int | None = _flag(
+        None, "exact number of KV blocks, one of them reserved; default: from the memory share", parse=int
+    )
+    block_size: int = _flag(16, "tokens per KV block", parse=int)
+    attention_backend: str = _flag(
+        "auto", "sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
+    )
+    prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
+    cuda_graphs: bool = _flag(False, "replay decode steps as CUDA graphs; CUDA only")
+    seed: int | None = _flag(None, "seed of requests without a seed of their own, and of dummy weights", parse=int)
+    threads: int | None = _flag(None, "CPU threads for computing; default: physical cores", parse=int)
+
+    def __post_init__(self) -> None:
+        for name in ("load_format", "device", "dtype", "attention_backend"):
+            self._check_choice(name)
+        self._check_at_least("max_model_len", 2)
+        self._check_at_least("max_num_seqs", 1)
+        self._check_at_least("max_num_batched_tokens", 1)
+        self._check_at_least("block_size", 1)
+        self._check_at_least("num_kv_blocks", 2)
+        self._check_at_least("threads", 1)
+        if not self.model:
+            raise ConfigError("--model is empty; name a model, such as smollm2")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
+            )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed must be in [0, 2^63), got {self.seed}")
+
+    def _check_choice(self, name: str) -> None:
+        value = getattr(self, name)
+        choices = flag_info(_field(name)).choices or ()
+        if value not in choices:
+            raise ConfigError(f"{flag_name(name)} must be one of {', '.join(choices)}; got {value!r}")
+
+    def _check_at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{flag_name(name)} must be at least {low}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What will happen: no `auto` and no None left but where None means something."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    attention_backend: str
+    prefix_caching: bool
+    seed: int | None
+    threads: int
+    notes: tuple[str, ...] = ()  # what was asked and will not happen, and why
+
+
+def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> ResolvedConfig:
+    """Settle every choice.
+
+    Args:
+        asked: the flags.
+        machine: what the hardware offers.
+        model_max_len: the longest sequence the model itself can take.
+
+    Raises:
+        ConfigError: the device that was asked for is not there.
+    """
+    if asked.device != "auto" and asked.device not in machine.devices:
+        raise ConfigError(
+            f"--device {asked.device}: this machine has {', '.join(machine.devices)}; "
+            f"use one of them, or auto"
+        )
+    device = machine.devices[0] if asked.device == "auto" else asked.device
+    dtype = DTYPE_ALIASES.get(asked.dtype, asked.dtype)
+    notes = []
+    if asked.max_model_len > model_max_len:
+        notes.append(f"max_model_len is {model_max_len}, the model's own limit")
+    if asked.cuda_graphs:
+        cause = "this version has none" if device == "cuda" else f"the device is {device}"
+        notes.append(f"--cuda-graphs is ignored: {cause}")
+    return ResolvedConfig(
+        device=device,
+        dtype=machine.native_dtype(device) if dtype == "auto" else dtype,
+        max_model_len=min(asked.max_model_len, model_max_len),
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        block_size=asked.block_size,
+        attention_backend=asked.attention_backend,
+        prefix_caching=asked.prefix_caching,
+        seed=asked.seed,
+        threads=asked.threads or machine.physical_cores,
+        notes=tuple(notes),
+    )
+
+
+def num_kv_blocks(asked: EngineConfig, resolved: ResolvedConfig, *, bytes_per_block: int, free_bytes: int) -> int:
+    """Blocks in the KV pool, the reserved block 0 included.
+
+    The memory share, but no more than all requests at full length could use.
+
+    Raises:
+        ConfigError: not even two blocks fit.
+    """
+    if asked.num_kv_blocks is not None:
+        return asked.num_kv_blocks
+    affordable = int(free_bytes * asked.gpu_memory_utilization) // bytes_per_block
+    blocks_per_request = -(-resolved.max_model_len // resolved.block_size)
+    blocks = min(affordable, resolved.max_num_seqs * blocks_per_request) + 1
+    if affordable < 1:
+        raise ConfigError(
+            f"no room for the KV cache: a block takes {bytes_per_block} bytes and "
+            f"{asked.gpu_memory_utilization:.0%} of {free_bytes} free bytes are allowed; free some memory, raise "
+            "--gpu-memory-utilization, or lower --block-size"
+        )
+    return blocks
+
+
+def flag_name(field_name: str) -> str:
+    """The command line's spelling of a config field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def flag_info(config_field: Field[Any]) -> FlagInfo:
+    """What the command line needs to know of a field of `EngineConfig`."""
+    info: FlagInfo = config_field.metadata["flag"]
+    return info
+
+
+def _field(name: str) -> Field[Any]:
+    return next(candidate for candidate in fields(EngineConfig) if candidate.name == name)

@@ -1,0 +1,59 @@
+"""A request as the scheduler sees it. Mutable, and written by the scheduler and its KV cache manager only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from miniserve.outputs import FinishReason
+from miniserve.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = auto()  # in the queue, never run or preempted
+    RUNNING = auto()  # holds KV blocks
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens on its way through the engine.
+
+    Attributes:
+        token_ids: prompt and output, append-only.
+        num_computed_tokens: how many of `token_ids` have their KV in the cache; catches up with `num_tokens`.
+        num_cached_tokens: how many prompt tokens the prefix cache gave at the first admission.
+        block_ids: the KV blocks held, in token order.
+        block_hashes: chained hashes of the whole blocks of `token_ids`, computed once each.
+        cache_salt: mixed into the block hashes: requests share prefixes only under the same salt.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: bytes = b""
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,159 @@
+"""The offline twin of the server: the same engine, driven by a loop in the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from miniserve.config import EngineConfig
+from miniserve.core.request import Request
+from miniserve.engine.build import EngineParts, LoadProgress, build_engine
+from miniserve.engine.input_processor import Message, Prompt
+from miniserve.errors import InvalidParameterError
+from miniserve.outputs import EngineOutput, RequestOutput
+from miniserve.sampling_params import SamplingParams
+
+
+class LLM:
+    """Load a model once, then generate.
+
+        llm = LLM("smollm2")
+        [output] = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=32))
+
+    Args:
+        model: as `--model`: HF id, checkpoint folder, .gguf file, or "smollm2".
+        progress: told about each loaded tensor.
+        options: any field of `EngineConfig`.
+
+    Raises:
+        StartupError: an option is wrong, or the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, progress: LoadProgress | None = None, **options: Any) -> None:
+        self._parts = build_engine(EngineConfig(model=model, **options), progress=progress)
+        self._ids = count()
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts) -> LLM:
+        """An LLM around an engine that is built already."""
+        llm = cls.__new__(cls)
+        llm._parts = parts
+        llm._ids = count()
+        return llm
+
+    @property
+    def parts(self) -> EngineParts:
+        """The engine behind it, and what was settled when it was built."""
+        return self._parts
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The sampling that the model's generation config recommends, with `overrides`."""
+        return SamplingParams(**{**self._parts.sampling_defaults, **overrides})
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids), all in one batch; outputs in the order of the prompts.
+
+        Args:
+            prompts: one prompt or many.
+            sampling: for all of them, or one each; None is `default_sampling_params()`.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong; nothing was generated.
+        """
+        return self.run(self.prompt_requests(prompts, sampling))
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer each conversation (a list of messages), rendered by the model's chat template.
+
+        Raises:
+            RequestError: as `generate`, or the template refuses the messages.
+        """
+        return self.run(self.chat_requests(conversations, sampling))
+
+    def prompt_requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Checked requests for `stream`, one a prompt."""
+        batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
+        processor = self._parts.input_processor
+        pairs = zip(batch, self._sampling_of_each(sampling, len(batch)), strict=True)
+        return [processor.process_prompt(self._next_id(), prompt, params) for prompt, params in pairs]
+
+    def chat_requests(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """Checked requests for `stream`, one a conversation."""
+        is_one = bool(conversations) and hasattr(conversations[0], "get")
+        batch: Sequence[Any] = [conversations] if is_one else conversations
+        processor = self._parts.input_processor
+        pairs = zip(batch, self._sampling_of_each(sampling, len(batch)), strict=True)
+        return [processor.process_chat(self._next_id(), messages, params) for messages, params in pairs]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[EngineOutput]:
+        """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest."""
+        engine = self._parts.engine
+        try:
+            for request in requests:
+                engine.add(request)
+            while engine.has_work:
+                yield from engine.step()
+        finally:
+            for request in requests:
+                engine.abort(request.request_id)
+
+    def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Run the requests as one batch to their end; outputs in their order."""
+        texts: dict[str, list[str]] = {request.request_id: [] for request in requests}
+        last: dict[str, EngineOutput] = {}
+        for output in self.stream(requests):
+            texts[output.request_id].append(output.text)
+            if output.finish_reason is not None:
+                last[output.request_id] = output
+        return [
+            _request_output(request, "".join(texts[request.request_id]), last[request.request_id])
+            for request in requests
+        ]
+
+    def _sampling_of_each(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        if sampling is None:
+            sampling = self.default_sampling_params()
+        if isinstance(sampling, SamplingParams):
+            return [sampling] * number
+        if len(sampling) != number:
+            raise InvalidParameterError(
+                f"{number} prompts and {len(sampling)} sampling parameters: give one for all, or one each",
+                param="sampling",
+            )
+        return list(sampling)
+
+    def _next_id(self) -> str:
+        return f"offline-{next(self._ids)}"
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _request_output(request: Request, text: str, last: EngineOutput) -> RequestOutput:
+    assert last.finish_reason is not None and last.usage is not None and last.timing is not None
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),
+        token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
+        text=text,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=last.usage,
+        timing=last.timing,
+    )

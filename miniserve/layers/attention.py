@@ -1,0 +1,58 @@
+"""The attention block of a layer: project, normalise and rotate heads, attend through the paged cache, project back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.layers.linear import Linear
+from miniserve.layers.norm import RMSNorm
+from miniserve.layers.rotary import rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; with `qk_norm_eps`, an RMSNorm over each head of q and k before RoPE."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm_eps: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        qkv_size = (num_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = Linear(hidden_size, qkv_size, bias=qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(num_heads * head_dim, hidden_size, bias=o_bias, dtype=dtype, device=device)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
+            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache
+    ) -> Tensor:
+        """x: [num_tokens, hidden_size] -> [num_tokens, hidden_size]; `cache` gets the new keys and values."""
+        num_qk_heads = self.num_heads + self.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
+        qk, value = heads[:, :num_qk_heads], heads[:, num_qk_heads:]
+        query, key = rotate(self._normalise(qk), *rope).split((self.num_heads, self.num_kv_heads), dim=1)
+        output: Tensor = self.o(plan(query, key, value, cache).flatten(1))
+        return output
+
+    def _normalise(self, qk: Tensor) -> Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        query, key = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+        return torch.cat((self.q_norm(query, qk.dtype), self.k_norm(key, qk.dtype)), dim=1)

@@ -1,0 +1,114 @@
+"""What a model family declares, and the tensor names that most families share.
+
+A family is data: which architectures it serves, what its config.json fields mean when they are left out, and how
+its tensors are called. Reading config files and tensors is not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miniserve.models.config import ModelConfig
+from miniserve.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """How one file format calls the tensors that fill the transformer's parameters.
+
+    Attributes:
+        layer_prefix: what stands before the layer's number.
+        layer: module of a layer -> the file's modules that fill it, in the order of their rows.
+        top: the same for modules outside of the layers.
+        ignored: endings of tensor names that carry nothing the transformer needs.
+    """
+
+    layer_prefix: str
+    layer: Mapping[str, tuple[str, ...]]
+    top: Mapping[str, tuple[str, ...]]
+    ignored: tuple[str, ...] = ()
+
+    def sources(self, parameter: str) -> tuple[str, ...]:
+        """The tensors that fill a parameter ("layers.0.attn.qkv.weight"), in the order of their rows."""
+        module, _, kind = parameter.rpartition(".")
+        if module in self.top:
+            return tuple(f"{source}.{kind}" for source in self.top[module])
+        _, index, module = module.split(".", 2)
+        return tuple(f"{self.layer_prefix}{index}.{source}.{kind}" for source in self.layer[module])
+
+
+HF_NAMES = TensorNames(
+    layer_prefix="model.layers.",
+    layer={
+        "attn_norm": ("input_layernorm",),
+        "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.q_norm": ("self_attn.q_norm",),
+        "attn.k_norm": ("self_attn.k_norm",),
+        "attn.o": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    },
+    top={"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)},
+    ignored=(".rotary_emb.inv_freq",),  # older checkpoints store what rope_theta already says
+)
+
+GGUF_NAMES = TensorNames(
+    layer_prefix="blk.",
+    layer={
+        "attn_norm": ("attn_norm",),
+        "attn.qkv": ("attn_q", "attn_k", "attn_v"),
+        "attn.q_norm": ("attn_q_norm",),
+        "attn.k_norm": ("attn_k_norm",),
+        "attn.o": ("attn_output",),
+        "mlp_norm": ("ffn_norm",),
+        "mlp.gate_up": ("ffn_gate", "ffn_up"),
+        "mlp.down": ("ffn_down",),
+    },
+    top={"embed": ("token_embd",), "norm": ("output_norm",), "head": ("output",)},
+    ignored=("rope_freqs.weight",),  # read as a part of the configuration
+)
+
+
+def no_window(fields: Fields, num_layers: int) -> int | None:
+    """A family without sliding-window attention."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        architectures: the names in config.json's `architectures` that it serves.
+        gguf_architectures: the same for GGUF's `general.architecture`.
+        defaults: config.json fields whose absence does not mean the common default. A null overrides them.
+        qkv_bias, o_bias, mlp_bias: fixed, or the config.json field that switches the bias on.
+        qk_norm: RMSNorm over each head of q and k.
+        window: the sliding window that is really used, from config.json's fields and the number of layers.
+        hf_names, gguf_names: how the two file formats call the tensors.
+        gguf_pairs_adjacent: GGUF files hold the rows of q and k so that a RoPE pair lies side by side.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    gguf_architectures: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    window: Callable[[Fields, int], int | None] = no_window
+    hf_names: TensorNames = HF_NAMES
+    gguf_names: TensorNames = GGUF_NAMES
+    gguf_pairs_adjacent: bool = False
+
+
+def row_sizes(parameter: str, config: ModelConfig) -> list[int]:
+    """How many rows each source of a fused parameter fills, in the order of `TensorNames`."""
+    if ".attn.qkv." in parameter:
+        return [config.q_size, config.kv_size, config.kv_size]
+    assert ".mlp.gate_up." in parameter, f"{parameter} is not fused"
+    return [config.intermediate_size, config.intermediate_size]

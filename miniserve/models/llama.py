@@ -1,0 +1,35 @@
+"""Llama (also SmolLM2 and everything else that is saved as Llama) and Mistral, which differs in its defaults."""
+
+from __future__ import annotations
+
+from miniserve.models.family import Family
+from miniserve.models.fields import Fields
+
+
+def _window(fields: Fields, num_layers: int) -> int | None:
+    return fields.optional_integer("sliding_window")
+
+
+LLAMA = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    gguf_architectures=("llama",),
+    defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    gguf_pairs_adjacent=True,
+)
+
+# As GGUF, Mistral is a "llama".
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    window=_window,
+)

@@ -1,0 +1,120 @@
+"""The transformer. The file to read first: what a decoder-only language model computes, for every family.
+
+A step's tokens, of all its requests, lie one after the other on a single axis; there is no batch dimension and no
+padding. Only attention knows where one request ends and the next begins, through its `plan`. The residual stream is
+fp32, matrices and activations between them are in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.layers.attention import Attention
+from miniserve.layers.linear import Linear, parameter
+from miniserve.layers.mlp import MLP
+from miniserve.layers.norm import RMSNorm
+from miniserve.layers.rotary import RotaryEmbedding
+from miniserve.models.config import ModelConfig
+
+
+class Embedding(nn.Module):
+    """One vector per token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids: int64 [num_tokens] -> [num_tokens, hidden_size]."""
+        return F.embedding(token_ids, self.weight)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy of the residual stream and added back to it."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
+        self.attn = Attention(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
+        )
+
+    def forward(
+        self, residual: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache
+    ) -> Tensor:
+        """residual: fp32 [num_tokens, hidden_size], updated in place and returned."""
+        residual += self.attn(self.attn_norm(residual, self.dtype), rope, plan, cache)
+        residual += self.mlp(self.mlp_norm(residual, self.dtype))
+        return residual
+
+
+class Transformer(nn.Module):
+    """Embedding, layers, final norm, head. Parameters are unfilled until the loader has run.
+
+    `max_positions` bounds the RoPE table; `dtype` is that of matrices, activations and the KV cache.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, device=device)
+        self.layers = nn.ModuleList(
+            Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
+        self.head: Linear | None = None  # None: the embedding matrix serves
+        if not config.tie_word_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, caches: Sequence[LayerKVCache]
+    ) -> Tensor:
+        """Run the layers over a step's tokens, writing their KV.
+
+        Args:
+            token_ids, positions: int64 [num_tokens].
+            plan: attention of this step.
+            caches: one per layer.
+
+        Returns:
+            fp32 [num_tokens, hidden_size], before the final norm.
+        """
+        hidden: Tensor = self.embed(token_ids).float()
+        rope = self.rotary(positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, rope, plan, cache)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
+        normed = self.norm(hidden, self.dtype)
+        logits = F.linear(normed, self.embed.weight) if self.head is None else self.head(normed)
+        return logits.float()
+
+    def pack(self) -> None:
+        """After loading: let each linear layer take the layout its device multiplies fastest."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()

@@ -1,0 +1,109 @@
+"""The only file that asks the hardware: devices, memory, cores, instruction sets. torch is imported when asked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the hardware offers.
+
+    Attributes:
+        devices: usable device types, the preferred one first; the last is always cpu.
+        physical_cores: cores this process may use, without hyper-threads.
+        cpu_has_bf16: whether the CPU multiplies bf16 in hardware (AVX-512 BF16, AMX or Arm's BF16).
+    """
+
+    devices: tuple[str, ...]
+    physical_cores: int
+    cpu_has_bf16: bool
+
+    def native_dtype(self, device: str) -> str:
+        """The dtype that `auto` means on `device`."""
+        if device == "mps":
+            return "float16"
+        if device == "cuda" or self.cpu_has_bf16:
+            return "bfloat16"
+        return "float32"
+
+
+def detect() -> Machine:
+    """Ask torch and the operating system."""
+    import torch
+
+    devices = []
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    return Machine((*devices, "cpu"), _physical_cores(), _cpu_has_bf16())
+
+
+def free_memory(device: str) -> int:
+    """Bytes that an allocation on `device` could take now."""
+    import torch
+
+    if device == "cuda":
+        free, _total = torch.cuda.mem_get_info()
+        return int(free)
+    if device == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return available_ram()
+
+
+def available_ram() -> int:
+    """Bytes of RAM that can be taken without swapping: the machine's, or the container's if that is less.
+
+    A container is charged for the files it has read, such as the weights; that memory is given up when needed.
+    """
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(limit - used + _reclaimable_file_cache(), 0))
+    return available
+
+
+def set_threads(threads: int) -> None:
+    """Use this many CPU threads for computing, in the whole process."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _physical_cores() -> int:
+    import psutil
+
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, usable))
+
+
+def _cpu_has_bf16() -> bool:
+    import torch
+
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    names = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16")
+    return any(bool(capabilities.get(name)) for name in names) or torch.cpu._is_avx512_bf16_supported()
+
+
+def _reclaimable_file_cache() -> int:
+    """Bytes of the container's file cache that were not used lately."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None

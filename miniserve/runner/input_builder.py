@@ -1,0 +1,70 @@
+"""From what the scheduler chose to the tensors of one step. Pure: no state, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miniserve.attention.batch import AttnMetadata
+from miniserve.core.schedule import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The inputs of one step.
+
+    Attributes:
+        token_ids, positions: int64 [num_tokens], the requests' new tokens one after the other.
+        metadata: where their KV goes and what they attend to.
+        sample_rows: int64 [num_samples], the token of each sampling request whose logits are needed.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    metadata: AttnMetadata
+    sample_rows: Tensor
+
+
+def build_input(scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> ModelInput:
+    """Pack the scheduled parts of all requests into the tensors of one step."""
+    query_lens = tuple(item.num_new_tokens for item in scheduled)
+    seq_lens = tuple(item.end for item in scheduled)
+    ends = list(accumulate(query_lens))
+    token_ids = np.concatenate([np.asarray(item.token_ids[item.start : item.end]) for item in scheduled])
+    positions = np.concatenate([np.arange(item.start, item.end) for item in scheduled])
+    tables = _block_tables(scheduled, block_size)
+    requests = np.repeat(np.arange(len(scheduled)), query_lens)
+    slots = tables[requests, positions // block_size] * block_size + positions % block_size
+    sample_rows = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
+    return ModelInput(
+        token_ids=_to_device(token_ids, np.int64, device),
+        positions=_to_device(positions, np.int64, device),
+        metadata=AttnMetadata(
+            slot_mapping=_to_device(slots, np.int64, device),
+            query_start_loc=_to_device([0, *ends], np.int32, device),
+            seq_lens=_to_device(seq_lens, np.int32, device),
+            block_tables=_to_device(tables, np.int64, device),
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+            block_size=block_size,
+        ),
+        sample_rows=_to_device(sample_rows, np.int64, device),
+    )
+
+
+def _block_tables(scheduled: Sequence[ScheduledRequest], block_size: int) -> np.ndarray:
+    """int64 [num_reqs, max_blocks], padded with block 0, only as wide as this step reaches."""
+    widths = [-(-item.end // block_size) for item in scheduled]
+    tables = np.zeros((len(scheduled), max(widths)), dtype=np.int64)
+    for row, item, width in zip(tables, scheduled, widths, strict=True):
+        row[:width] = item.block_ids[:width]
+    return tables
+
+
+def _to_device(values: Sequence[int] | np.ndarray, dtype: type[np.integer], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device, non_blocking=True)

