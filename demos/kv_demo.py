@@ -36,7 +36,7 @@ PROMPT_D = "tell me of a fox who met an owl in the wood at dusk and they sang a 
 # The colour of a block says who has it.
 STYLES = {
     "reserved": "dim",
-    "free": "black on white",
+    "free": "white on bright_black",
     "cached": "black on cyan",
     "held": "black on green",
     "shared": "black on yellow",
@@ -57,7 +57,8 @@ def run(*, pause: bool = True, console: Console | None = None) -> None:
             console.clear()
         elif number > 1:
             console.print()
-        console.print(draw(toy, step, f"{number} of {num_steps}", before, min(console.width, MAX_WIDTH)))
+        width = min(console.width, MAX_WIDTH)
+        console.print(draw(toy, step, f"{number} of {num_steps}", before, width), width=width)
         before = toy.view()
         if waits and number < num_steps and not _goes_on(console):
             return
@@ -355,7 +356,7 @@ def draw(toy: ToyServer, step: Step, number: str, before: Sequence[BlockView], w
     """One screen: 23 lines of 80 characters are enough for each step. `before` is the pool before the step."""
     return Group(
         Rule(f"[bold]{number}: {step.title}[/]", align="left", style="dim"),
-        *(Text(line, style="bold blue") for line in _pack(step.calls, width)),
+        *(Text(line, style="bold magenta") for line in _pack(step.calls, width)),
         _draw_pool(toy.view(), before, width),
         _legend(),
         *(_draw_request(request) for request in toy.requests.values()),

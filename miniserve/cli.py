@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miniserve.config import EngineConfig, flag_info, flag_name
@@ -323,14 +324,19 @@ def _not_yet(args: argparse.Namespace) -> int:
 
 
 def _attn_demo(_args: argparse.Namespace) -> int:
-    from demos.attn_demo import run
-
-    run()
+    _demo("attn_demo").run()
     return 0
 
 
 def _kv_demo(args: argparse.Namespace) -> int:
-    from demos.kv_demo import run
-
-    run(pause=not args.no_pause)
+    _demo("kv_demo").run(pause=not args.no_pause)
     return 0
+
+
+def _demo(name: str) -> Any:
+    try:
+        return import_module(f"demos.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("demos", f"demos.{name}"):
+            raise
+        raise StartupError("the demos are not part of the installed package; run main.py in a checkout") from None

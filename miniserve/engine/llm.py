@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Any
 
@@ -98,7 +98,7 @@ class LLM:
         pairs = zip(batch, self._sampling_of_each(sampling, len(batch)), strict=True)
         return [processor.process_chat(self._next_id(), messages, params) for messages, params in pairs]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[EngineOutput]:
+    def stream(self, requests: Sequence[Request]) -> Generator[EngineOutput, None, None]:
         """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest."""
         engine = self._parts.engine
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,19 +36,14 @@ def test_what_was_written_is_read_in_the_next_step() -> None:
     expected = TorchBackend(scale=0.25).plan(whole.metadata)(whole.query, whole.key, whole.value, whole.fresh_cache())
     cache = whole.fresh_cache()
     for position in range(6):
-        one = make_step([(1, position + 1)])
-        metadata = whole.metadata
-        plan = SdpaBackend(scale=0.25).plan(
-            type(metadata)(
-                slot_mapping=metadata.slot_mapping[position : position + 1],
-                query_start_loc=one.metadata.query_start_loc,
-                seq_lens=one.metadata.seq_lens,
-                block_tables=metadata.block_tables,
-                query_lens_host=(1,),
-                seq_lens_host=(position + 1,),
-                block_size=metadata.block_size,
-            )
-        )
         row = slice(position, position + 1)
-        output = plan(whole.query[row], whole.key[row], whole.value[row], cache)
+        metadata = replace(
+            whole.metadata,
+            slot_mapping=whole.metadata.slot_mapping[row],
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+            query_lens_host=(1,),
+            seq_lens_host=(position + 1,),
+        )
+        output = SdpaBackend(scale=0.25).plan(metadata)(whole.query[row], whole.key[row], whole.value[row], cache)
         torch.testing.assert_close(output, expected[row], atol=1e-5, rtol=1e-5)

@@ -53,7 +53,7 @@ def random_lengths(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
     return tuple((query, query + context) for query, context in draw(st.lists(length, min_size=1, max_size=8)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(lengths=random_lengths(), block_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 5))
 def test_any_step(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) -> None:
     check(make_step(lengths, block_size=block_size, seed=seed))

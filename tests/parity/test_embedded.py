@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from miniserve import LLM, SamplingParams
 from miniserve.outputs import FinishReason
@@ -44,8 +44,9 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
     path = embedded_gguf()
+    plain_weights = GgufConfig(dequantize=True)  # packed ones are unpacked again in every forward pass
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=plain_weights
     )
     return model.eval()
 

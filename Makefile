@@ -1,0 +1,24 @@
+# One command is the check: what `make check` says is what CI says.
+
+.PHONY: check format lint types imports test fix
+
+check: format lint types imports test
+
+format:
+	uv run ruff format --check .
+
+lint:
+	uv run ruff check .
+
+types:
+	uv run mypy
+
+imports:
+	uv run lint-imports
+
+test:
+	uv run pytest
+
+fix:
+	uv run ruff format .
+	uv run ruff check --fix .

@@ -1,0 +1,226 @@
+"""The loop: a script for a model, and everything around it real."""
+
+from __future__ import annotations
+
+import pytest
+
+from miniserve.core.request import RequestStatus
+from miniserve.engine.engine import Engine
+from miniserve.errors import ContextLengthError, InvalidParameterError
+from miniserve.outputs import EngineOutput, FinishReason, Usage
+from tests.engine.scripted import EOS, RecordingHook, ScriptedRunner, make_engine, make_request, token, tokens
+
+
+def run(engine: Engine) -> list[list[EngineOutput]]:
+    """The outputs of each step until there is no work."""
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step())
+        assert len(steps) < 200, "the engine does not come to an end"
+    return steps
+
+
+def text_of(outputs: list[list[EngineOutput]], request_id: str) -> str:
+    return "".join(output.text for step in outputs for output in step if output.request_id == request_id)
+
+
+def num_used_blocks(engine: Engine) -> int:
+    return engine.scheduler.kv.pool.num_used
+
+
+def test_an_answer() -> None:
+    engine = make_engine({"a": [token("Hello"), token(" world"), EOS, token("S")]})
+    engine.add(make_request("a"))
+    steps = run(engine)
+    assert [[output.text for output in step] for step in steps] == [["Hello"], [" world"], [""]]
+    last = steps[-1][0]
+    assert last.finish_reason is FinishReason.STOP and last.stop_reason is None
+    assert last.usage == Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=0)
+    assert num_used_blocks(engine) == 0
+
+
+def test_max_tokens() -> None:
+    engine = make_engine({})
+    engine.add(make_request("a", max_tokens=3))
+    steps = run(engine)
+    assert text_of(steps, "a") == "..."
+    assert steps[-1][0].finish_reason is FinishReason.LENGTH
+
+
+def test_one_token_is_not_lost() -> None:
+    """Bug: a stream with max_tokens 1 had no content."""
+    engine = make_engine({"a": [token("Hello")]})
+    engine.add(make_request("a", max_tokens=1))
+    [[output]] = run(engine)
+    assert (output.text, output.finish_reason) == ("Hello", FinishReason.LENGTH)
+
+
+def test_context_is_the_limit_without_max_tokens() -> None:
+    engine = make_engine({})
+    engine.add(make_request("a", "x" * 31, max_tokens=None))
+    steps = run(engine)
+    assert text_of(steps, "a") == "."
+    assert steps[-1][0].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_string_ends_the_request_in_that_step() -> None:
+    engine = make_engine({"a": [token("S"), token("ST"), token("OP"), token("S")]})
+    request = make_request("a", stop=("STOP",))
+    engine.add(request)
+    steps = run(engine)
+    assert len(steps) == 3  # nothing is computed after it
+    assert text_of(steps, "a") == "S"
+    assert (steps[-1][0].finish_reason, steps[-1][0].stop_reason) == (FinishReason.STOP, "STOP")
+    assert request.status is RequestStatus.FINISHED and request.finish_reason is FinishReason.STOP
+    assert num_used_blocks(engine) == 0
+
+
+def test_stop_string_of_the_last_allowed_token() -> None:
+    engine = make_engine({"a": [token("ST"), token("OP")]})
+    request = make_request("a", stop=("STOP",), max_tokens=2)
+    engine.add(request)
+    steps = run(engine)
+    assert (steps[-1][0].finish_reason, steps[-1][0].stop_reason) == (FinishReason.STOP, "STOP")
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "STOP")
+    assert num_used_blocks(engine) == 0
+
+
+def test_neighbours_go_on_after_a_stop() -> None:
+    engine = make_engine({"a": [token("see STOP here")], "b": [token("Hello"), token(" world"), EOS]})
+    engine.add(make_request("a", stop=("STOP",)))
+    engine.add(make_request("b", stop=("never",)))
+    steps = run(engine)
+    assert [len(step) for step in steps] == [2, 1, 1]
+    assert (text_of(steps, "a"), text_of(steps, "b")) == ("see ", "Hello world")
+
+
+def test_a_step_of_chunks_has_no_outputs() -> None:
+    engine = make_engine({"a": [token("Hello"), EOS]}, max_num_batched_tokens=4)
+    engine.add(make_request("a", "x" * 10))
+    assert [[output.text for output in step] for step in run(engine)] == [[], [], ["Hello"], [""]]
+
+
+def test_a_step_without_work() -> None:
+    engine = make_engine({})
+    assert engine.step() == [] and not engine.has_work
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
+def test_abort_in_each_phase(num_steps: int) -> None:
+    """In the queue, in the middle of the prompt, at its last chunk, while decoding."""
+    hook = RecordingHook()
+    engine = make_engine({}, max_num_batched_tokens=4, hooks=[hook])
+    engine.add(make_request("a", "x" * 10))
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort("a")
+    assert output is not None
+    assert (output.request_id, output.text, output.finish_reason) == ("a", "", FinishReason.ABORT)
+    assert output.usage == Usage(10, max(0, num_steps - 2), 0)
+    assert hook.finished == [output]
+    assert num_used_blocks(engine) == 0 and not engine.has_work
+    assert engine.step() == []
+
+
+def test_abort_leaves_the_others_alone() -> None:
+    engine = make_engine({"b": tokens("bbbb")}, max_num_seqs=2)
+    for request_id in ("a", "b", "c"):
+        engine.add(make_request(request_id, max_tokens=4))
+    engine.step()
+    engine.abort("a")
+    steps = run(engine)
+    assert text_of(steps, "b") == "bbb"
+    assert text_of(steps, "c") == "...."
+    assert text_of(steps, "a") == ""
+
+
+def test_abort_of_the_unknown_and_the_finished() -> None:
+    engine = make_engine({"a": [EOS]})
+    engine.add(make_request("a"))
+    run(engine)
+    assert engine.abort("a") is None
+    assert engine.abort("nobody") is None
+
+
+def test_an_aborted_preempted_request() -> None:
+    """Ten blocks of four: two requests of 3 + 29 tokens do not fit; the newer one waits without blocks."""
+    engine = make_engine({}, num_blocks=11)
+    for request_id in ("a", "b"):
+        engine.add(make_request(request_id, max_tokens=29))
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    output = engine.abort("b")
+    assert output is not None and output.finish_reason is FinishReason.ABORT
+    assert text_of(run(engine), "b") == ""
+    assert num_used_blocks(engine) == 0
+
+
+def test_text_after_preemption_is_neither_lost_nor_repeated() -> None:
+    """Bug: with a cache so small that requests are computed again, output was incomplete or doubled."""
+    line = tokens("abcdefghijklmnopqrstuvwxyz")
+    engine = make_engine({"a": line, "b": line}, num_blocks=11)
+    for request_id in ("a", "b"):
+        engine.add(make_request(request_id, max_tokens=26))
+    steps = run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert text_of(steps, "a") == text_of(steps, "b") == "abcdefghijklmnopqrstuvwxyz"
+    last = [output for step in steps for output in step if output.finish_reason is not None]
+    assert [output.usage for output in last if output.usage is not None] == [Usage(3, 26, 0)] * 2
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    engine = make_engine({"a": [EOS]}, num_blocks=3)
+    with pytest.raises(ContextLengthError, match="8"):  # two blocks of four tokens
+        engine.add(make_request("a", "x" * 8))
+    engine.add(make_request("a", "x" * 7))
+    with pytest.raises(InvalidParameterError):
+        engine.add(make_request("a"))
+    assert len(run(engine)) == 1
+
+
+def test_an_id_may_be_used_again() -> None:
+    engine = make_engine({"a": [token("Hello"), EOS]})
+    for _ in range(2):
+        engine.add(make_request("a"))
+        assert text_of(run(engine), "a") == "Hello"
+
+
+def test_hooks_get_exact_numbers() -> None:
+    hook = RecordingHook()
+    engine = make_engine({"a": [token("Hello"), EOS]}, max_num_batched_tokens=8, num_blocks=11, hooks=[hook])
+    engine.add(make_request("a", "x" * 10))
+    engine.add(make_request("b", "y" * 4, max_tokens=1))
+    outputs = run(engine)
+    scheduled = [(stats.num_scheduled_requests, stats.num_scheduled_tokens) for stats in hook.steps]
+    assert scheduled == [(1, 8), (2, 6), (1, 1)]
+    assert [(stats.num_running, stats.num_waiting) for stats in hook.steps] == [(1, 1), (1, 0), (0, 0)]
+    # Of ten blocks: a's first two; a's three, after b has ended; none.
+    assert [stats.kv_usage for stats in hook.steps] == pytest.approx([0.2, 0.3, 0.0])
+    assert [stats.prefix_query_tokens for stats in hook.steps] == [10, 14, 14]
+    assert all(stats.duration > 0 and stats.preemptions == 0 for stats in hook.steps)
+    assert hook.finished == [outputs[1][1], outputs[2][0]]
+    assert [output.request_id for output in hook.finished] == ["b", "a"]
+
+
+def test_hooks_see_prefix_hits_and_preemptions() -> None:
+    hook = RecordingHook()
+    engine = make_engine({}, num_blocks=11, hooks=[hook])
+    for _ in range(2):
+        engine.add(make_request("a", "x" * 9, max_tokens=1))
+        run(engine)
+    assert (hook.steps[-1].prefix_query_tokens, hook.steps[-1].prefix_hit_tokens) == (18, 8)
+    assert hook.finished[-1].usage == Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=8)
+    for request_id in ("b", "c"):
+        engine.add(make_request(request_id, max_tokens=29))
+    run(engine)
+    assert hook.steps[-1].preemptions == engine.scheduler.num_preemptions > 0
+
+
+def test_the_runner_sees_each_token_once() -> None:
+    """Guard for the scripted runner: the steps cover the sequence without gaps."""
+    engine = make_engine({"a": [*tokens("abc"), EOS]}, max_num_batched_tokens=4)
+    engine.add(make_request("a", "x" * 10))
+    run(engine)
+    assert isinstance(engine.runner, ScriptedRunner)
+    spans = [(step.scheduled[0].start, step.scheduled[0].end) for step in engine.runner.steps]
+    assert spans == [(0, 4), (4, 8), (8, 10), (10, 11), (11, 12), (12, 13)]

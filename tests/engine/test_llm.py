@@ -1,0 +1,165 @@
+"""The offline twin around a scripted engine: batches, one or many, and what happens when something is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miniserve.engine.input_processor import Prompt
+from miniserve.engine.llm import LLM
+from miniserve.errors import ContextLengthError, InvalidParameterError
+from miniserve.outputs import FinishReason, Usage
+from miniserve.sampling_params import SamplingParams
+from tests.engine.scripted import EOS, ScriptedRunner, make_parts, token, tokens
+
+HELLO = [token("Hello"), token(" world"), EOS]
+
+
+def make_llm(*lines: list[int], **engine: Any) -> LLM:
+    """The n-th request answers with the n-th line."""
+    return LLM.from_parts(make_parts({f"offline-{n}": line for n, line in enumerate(lines)}, **engine))
+
+
+def steps_of(llm: LLM) -> int:
+    runner = llm.parts.engine.runner
+    assert isinstance(runner, ScriptedRunner)
+    return len(runner.steps)
+
+
+def test_one_prompt() -> None:
+    [output] = make_llm(HELLO).generate("abc", SamplingParams())
+    assert output.text == "Hello world"
+    assert output.prompt_token_ids == tuple(tokens("abc"))
+    assert output.token_ids == tuple(HELLO)
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
+    assert output.usage == Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=0)
+    assert 0 < output.timing.first_token <= output.timing.total
+
+
+@pytest.mark.parametrize("prompts", ["ab", [5, 6], (5, 6), ["ab"], [[5, 6]], [(5, 6)]])
+def test_one_prompt_in_each_spelling(prompts: Any) -> None:
+    [output] = make_llm(HELLO).generate(prompts)
+    assert output.text == "Hello world" and len(output.prompt_token_ids) == 2
+
+
+def test_outputs_are_in_the_order_of_the_prompts() -> None:
+    """Not in the order in which they end."""
+    prompts: list[Prompt] = ["x", [1, 2], "z"]
+    outputs = make_llm([*tokens("aaaa"), EOS], [EOS], [*tokens("cc"), EOS]).generate(prompts)
+    assert [output.text for output in outputs] == ["aaaa", "", "cc"]
+    assert [output.request_id for output in outputs] == ["offline-0", "offline-1", "offline-2"]
+
+
+def test_all_prompts_are_one_batch() -> None:
+    llm = make_llm(HELLO, HELLO, HELLO)
+    llm.generate(["a", "b", "c"])
+    assert steps_of(llm) == 3
+
+
+def test_no_prompts() -> None:
+    assert make_llm().generate([]) == []
+
+
+def test_sampling_for_each_prompt() -> None:
+    llm = make_llm()
+    outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)])
+    assert [output.text for output in outputs] == [".", "..."]
+
+
+def test_one_sampling_for_all() -> None:
+    outputs = make_llm().generate(["a", "b"], SamplingParams(max_tokens=2))
+    assert [output.text for output in outputs] == ["..", ".."]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_wrong_number_of_sampling_params(number: int) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidParameterError, match=f"2 prompts and {number}") as caught:
+        llm.generate(["a", "b"], [SamplingParams()] * number)
+    assert caught.value.param == "sampling"
+
+
+def test_defaults_are_the_models() -> None:
+    llm = make_llm()
+    assert llm.default_sampling_params() == SamplingParams(temperature=0.5)
+    assert llm.default_sampling_params(temperature=0, top_k=3) == SamplingParams(temperature=0, top_k=3)
+    [request] = llm.prompt_requests("a")
+    assert request.sampling == SamplingParams(temperature=0.5)
+
+
+def test_an_invalid_prompt_runs_nothing() -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidParameterError):
+        llm.generate(["good", ""])
+    with pytest.raises(ContextLengthError):
+        llm.generate(["good", "x" * 40])
+    assert steps_of(llm) == 0 and not llm.parts.engine.has_work
+
+
+def test_a_prompt_that_only_the_engine_refuses_runs_nothing() -> None:
+    """It fits into the context, but not into the KV cache."""
+    llm = make_llm(num_blocks=3)
+    with pytest.raises(ContextLengthError):
+        llm.generate(["good", "x" * 20], SamplingParams(max_tokens=1))
+    assert steps_of(llm) == 0 and not llm.parts.engine.has_work
+    [output] = llm.generate("good", SamplingParams(max_tokens=1))
+    assert output.text == "."
+
+
+def test_stream_is_the_answer_in_pieces() -> None:
+    llm = make_llm(HELLO)
+    outputs = list(llm.stream(llm.prompt_requests("abc")))
+    assert [output.text for output in outputs] == ["Hello", " world", ""]
+    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.STOP]
+
+
+def test_closing_the_stream_aborts_the_rest() -> None:
+    llm = make_llm([EOS], tokens("aaaa"), tokens("bbbb"))
+    requests = llm.prompt_requests(["a", "b", "c"])
+    stream = llm.stream(requests)
+    next(stream)
+    stream.close()
+    assert not llm.parts.engine.has_work
+    assert llm.parts.engine.scheduler.kv.pool.num_used == 0
+    reasons = [request.finish_reason for request in requests]
+    assert reasons == [FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT]
+
+
+def test_a_failing_step_leaves_a_usable_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.parts.engine.runner, "sample", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"])
+    assert not llm.parts.engine.has_work
+    [output] = llm.generate("c", SamplingParams(max_tokens=2))
+    assert output.text == ".."
+
+
+def test_chat() -> None:
+    llm = make_llm(HELLO, HELLO, HELLO)
+    sampling = SamplingParams(max_tokens=8)
+    message = {"role": "user", "content": "hi"}
+    [output] = llm.chat([message], sampling)
+    assert output.prompt_token_ids == tuple(tokens("user: hi\n"))
+    first, second = llm.chat([[message], [message, {"role": "bot", "content": "yo"}]], sampling)
+    assert first.prompt_token_ids == output.prompt_token_ids
+    assert second.prompt_token_ids == tuple(tokens("user: hi\nbot: yo\n"))
+
+
+def test_chat_without_messages() -> None:
+    with pytest.raises(InvalidParameterError):
+        make_llm().chat([[]])
+
+
+def test_the_second_request_hits_the_prefix_cache() -> None:
+    """Bug: the same short completion twice gave an empty text and a dead worker."""
+    llm = make_llm(HELLO, HELLO)
+    first, second = (llm.generate("x" * 9)[0] for _ in range(2))
+    assert (first.text, second.text) == ("Hello world", "Hello world")
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 8)

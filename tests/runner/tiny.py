@@ -1,0 +1,43 @@
+"""A random model in memory, without a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from miniserve.attention.sdpa import SdpaBackend
+from miniserve.layers.rotary import RopeConfig
+from miniserve.models.config import ModelConfig
+from miniserve.models.loader import init_dummy_weights
+from miniserve.models.transformer import Transformer
+from miniserve.runner.kv_cache import allocate_kv_cache
+from miniserve.runner.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=64,
+    rope=RopeConfig(),
+    tie_word_embeddings=False,
+)
+
+
+def tiny_runner(*, num_token_ids: int = 40, seed: int | None = 0) -> ModelRunner:
+    model = Transformer(CONFIG, max_positions=64, dtype=torch.float32, device=CPU)
+    init_dummy_weights(model, seed=0)
+    return ModelRunner(
+        model,
+        allocate_kv_cache(CONFIG, num_blocks=17, block_size=4, dtype=torch.float32, device=CPU),
+        SdpaBackend(scale=CONFIG.head_dim**-0.5),
+        block_size=4,
+        num_token_ids=num_token_ids,
+        device=CPU,
+        seed=seed,
+    )
