@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from miniserve.core.request import Request, RequestStatus
 from miniserve.engine.output_processor import OutputProcessor
 from miniserve.outputs import EngineOutput, FinishReason, Usage
@@ -140,6 +142,18 @@ def test_an_abort_before_the_first_token_has_timing_too() -> None:
     generation = Generation()
     timing = generation.processor.abort(generation.request).timing
     assert timing is not None and timing.first_token == timing.total > 0
+
+
+@pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.ABORT])
+def test_a_finished_request_is_forgotten(end: FinishReason) -> None:
+    """Bug: a state for each request that ever ran, kept for ever."""
+    generation = Generation()
+    if end is FinishReason.ABORT:
+        generation.processor.abort(generation.request)
+    else:
+        generation.push(EOS, end=end)
+    with pytest.raises(KeyError):
+        generation.push(token("a"))
 
 
 def test_a_finished_id_may_be_used_again() -> None:

@@ -57,6 +57,12 @@ def test_tiny_temperatures_are_greedy(temperature: float, params: dict[str, Any]
     assert draw(logits, rows(*[SamplingParams(temperature=temperature, **params)] * 2)) == [2, 0]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}])
+def test_a_logit_that_overflows_is_the_most_probable(params: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.0, 1e36, 1.0]])
+    assert draw(logits, rows(SamplingParams(temperature=1.1e-4, **params))) == [1]
+
+
 def test_mixed_batch() -> None:
     """Greedy rows stay greedy between random ones, and each row gets its own temperature."""
     logits = random_logits(40, 100)

@@ -1,0 +1,406 @@
+"""The command line: what it refuses and how, what goes to stdout and what to stderr, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from miniserve import cli
+from miniserve.config import EngineConfig, flag_name
+from tests.support import tiny_model
+
+CONTEXT = 100_000  # of the tiny model: long enough to be interrupted
+TIMEOUT = 120
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command in this process."""
+
+    def run_command(*argv: str) -> Result:
+        try:
+            code = cli.main(argv)
+        except SystemExit as end:  # argparse's way
+            assert isinstance(end.code, int)
+            code = end.code
+        return Result(code, *capsys.readouterr())
+
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model(path, "llama", max_position_embeddings=CONTEXT)
+    return str(path)
+
+
+@pytest.fixture
+def generate(run: Run, folder: str) -> Run:
+    """`generate` with the tiny model, greedy, eight tokens."""
+
+    def generate_with(*argv: str) -> Result:
+        fixed = ("--model", folder, "--dtype", "fp32", "--temperature", "0", "--max-tokens", "8", "--ignore-eos")
+        return run("generate", *fixed, *argv)
+
+    return generate_with
+
+
+@pytest.fixture
+def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake is to be found before the model is loaded."""
+
+    def load(_config: EngineConfig) -> None:
+        pytest.fail("the model is loaded before the flags are checked")
+
+    monkeypatch.setattr(cli, "_load", load)
+
+
+# Mistakes
+
+BAD_ENGINE_FLAGS = {
+    "model": ["", "./nowhere", "/nowhere/at/all", "nowhere.gguf", __file__],
+    "revision": ["main"],  # of a local model
+    "tokenizer": ["./nowhere"],
+    "load_format": ["fast"],
+    "device": ["gpu"],
+    "dtype": ["int8", "FP32"],
+    "max_model_len": ["1", "0", "-1", "many", "8m", "1.5k"],
+    "max_num_seqs": ["0", "-3", "two", "1.5", ""],
+    "max_num_batched_tokens": ["0", "1kk"],
+    "gpu_memory_utilization": ["0", "1.5", "-0.5", "nan", "half"],
+    "num_kv_blocks": ["1", "x"],
+    "block_size": ["0", "16.0"],
+    "attention_backend": ["flash"],
+    "prefix_caching": [],
+    "cuda_graphs": [],
+    "seed": ["-1", "9223372036854775808", "x"],
+    "threads": ["0", "all"],
+}
+BAD_SAMPLING_FLAGS = {
+    "--max-tokens": ["0", "-1", "many", "1.5"],
+    "--temperature": ["-0.1", "2.1", "nan", "warm"],
+    "--top-p": ["0", "1.1", "x"],
+    "--top-k": ["-2", "1.5"],
+    "--min-p": ["-0.1", "2"],
+    "--stop": [""],
+}
+
+
+def check_refusal(result: Result, *names: str) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that names what is wrong."""
+    assert result.code == 2
+    assert result.out == ""
+    [line] = result.err.splitlines()
+    assert line.startswith("miniserve") and ": error: " in line
+    for name in names:
+        assert name in line
+
+
+def test_every_engine_flag_has_its_mistakes_tested() -> None:
+    assert list(BAD_ENGINE_FLAGS) == [field.name for field in fields(EngineConfig)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_ENGINE_FLAGS.items() for value in values]
+)
+def test_bad_engine_flag(run: Run, folder: str, field: str, value: str) -> None:
+    result = run("generate", "-p", "hi", "--model", folder, f"{flag_name(field)}={value}")
+    names_a_file = field in ("model", "tokenizer") and value
+    check_refusal(result, Path(value).name if names_a_file else flag_name(field))
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in BAD_SAMPLING_FLAGS.items() for value in values]
+)
+def test_bad_sampling_flag(run: Run, flag: str, value: str) -> None:
+    """Bug: a temperature of 9 was refused only after the model had been loaded."""
+    check_refusal(run("generate", "-p", "hi", f"{flag}={value}"), flag)
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ((), "COMMAND"),
+        (("fly",), "fly"),
+        (("generate",), "--prompt"),
+        (("generate", "-p"), "--prompt"),
+        (("generate", "-p", "hi", "--max-model", "8k"), "--max-model"),  # no abbreviations: they would change meaning
+        (("generate", "-p", "hi", "--no-such-flag"), "--no-such-flag"),
+        (("generate", "-p", "hi", "--prefix-caching=yes"), "--prefix-caching"),
+        (("serve", "--block-size", "0"), "--block-size"),
+        (("bench", "--block-size", "0"), "--block-size"),
+        (("kv-demo", "--block-size", "4"), "--block-size"),
+    ],
+)
+def test_bad_command(run: Run, argv: tuple[str, ...], name: str) -> None:
+    check_refusal(run(*argv), name)
+
+
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_what_is_still_to_come_says_so(run: Run, command: str) -> None:
+    check_refusal(run(command), command, "not")
+
+
+def test_a_device_that_is_not_there(run: Run, folder: str) -> None:
+    from miniserve import platform
+
+    absent = next(device for device in ("cuda", "mps") if device not in platform.detect().devices)
+    check_refusal(run("generate", "-p", "hi", "--model", folder, "--device", absent), absent, "cpu")
+
+
+def test_a_damaged_checkpoint(run: Run, folder: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"not what it says")
+    check_refusal(run("generate", "-p", "hi", "--model", str(tmp_path)), "model.safetensors")
+
+
+def test_an_error_of_many_lines_becomes_one(run: Run, folder: str, tmp_path: Path) -> None:
+    """Bug: a library's own message, with its line breaks, made a paragraph of the error."""
+    (tmp_path / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((Path(folder) / "model.safetensors").read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"model":\n"\n')
+    check_refusal(run("generate", "-p", "hi", "--model", str(tmp_path)), "tokenizer")
+
+
+@pytest.mark.parametrize(("argv", "name"), [(("-p", ""), "empty"), (("-p", "x" * 5000), "context")])
+def test_a_request_that_is_refused(generate: Run, argv: tuple[str, ...], name: str) -> None:
+    """The model is there, the prompt is wrong: exit code 1."""
+    result = generate(*argv)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.splitlines()[-1].startswith("miniserve: error: ") and name in result.err.splitlines()[-1]
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench"])
+def test_help_has_every_engine_flag(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert (result.code, result.err) == (0, "")
+    for field in fields(EngineConfig):
+        assert flag_name(field.name) in result.out
+    assert "--no-prefix-caching" in result.out
+
+
+def test_help_has_defaults_and_commands(run: Run) -> None:
+    assert "(default: 4096)" in " ".join(run("generate", "--help").out.split())
+    overview = run("--help").out
+    for command in ("generate", "serve", "bench", "attn-demo", "kv-demo"):
+        assert command in overview
+
+
+# Choices
+
+
+def test_model_from_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISERVE_MODEL", "./from-the-environment")
+    check_refusal(run("generate", "-p", "hi"), "from-the-environment")
+    check_refusal(run("generate", "-p", "hi", "--model", "./from-the-flag"), "from-the-flag")
+
+
+def test_the_settled_choices_are_printed(generate: Run) -> None:
+    result = generate(
+        *("-p", "hi", "--max-model-len", "8k", "--num-kv-blocks", "9", "--block-size", "8"),
+        *("--attention-backend", "flash_attn", "--cuda-graphs", "--threads", "1", "--device", "cpu"),
+    )
+    assert result.code == 0
+    for part in (
+        "llama",
+        "context 8192 tokens",
+        "device cpu, float32, attention sdpa, threads 1",
+        "9 blocks x 8 tokens = 64 tokens",
+        "note: flash_attn",
+        "note: --cuda-graphs",
+    ):
+        assert part in result.err
+
+
+def test_dummy_weights_need_no_weights(run: Run, folder: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    argv = ("generate", "--model", str(tmp_path), "-p", "hi", "--max-tokens", "4", "--ignore-eos")
+    check_refusal(run(*argv), "safetensors")
+    answers = [run(*argv, "--load-format", "dummy", "--temperature", "0", "--seed", seed).out for seed in "112"]
+    assert answers[0] == answers[1] != answers[2]
+
+
+# generate
+
+
+def test_text_to_stdout_and_statistics_to_stderr(generate: Run) -> None:
+    result = generate("-p", "hello")
+    assert result.code == 0
+    [output] = json_lines(generate("-p", "hello", "--json"))
+    assert result.out == output["text"] + "\n"
+    assert "5 prompt tokens (0 cached), 8 generated in" in result.err
+    assert "tokens/s, first token after" in result.err
+    assert all(line.startswith("[miniserve] ") for line in result.err.splitlines())
+
+
+def json_lines(result: Result) -> list[dict[str, Any]]:
+    assert result.code == 0
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+def test_json(generate: Run) -> None:
+    result = generate("-p", "hello", "-p", "you", "--json")
+    first, second = json_lines(result)
+    assert first["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "cached_tokens": 0}
+    assert len(first["prompt_token_ids"]) == 5 and len(second["prompt_token_ids"]) == 3
+    assert len(first["token_ids"]) == len(second["token_ids"]) == 8
+    assert first["finish_reason"] == "length" and first["stop_reason"] is None
+    assert "generated in" not in result.out
+
+
+def test_several_prompts_in_their_order(generate: Run) -> None:
+    prompts = ("-p", "hello", "-p", "you", "-p", "there")
+    texts = [output["text"] for output in json_lines(generate(*prompts, "--json"))]
+    assert len(set(texts)) == 3
+    streamed, whole = generate(*prompts), generate(*prompts, "--no-stream")
+    assert streamed.out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, 1))
+    assert whole.out == streamed.out
+    assert "13 prompt tokens (0 cached), 24 generated" in streamed.err
+
+
+def test_prompt_from_stdin(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate("-p", "hello").out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert generate("-p", "-").out == expected
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_bytes_on_stdin_that_are_not_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a traceback."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), encoding="utf-8"))
+    result = run("generate", "-p", "-")
+    assert result.code == 1
+    assert result.err.startswith("miniserve: error: the prompt on stdin") and "0xe9" in result.err
+
+
+def test_chat(generate: Run) -> None:
+    plain, chat, system = (
+        json_lines(generate("-p", "x", "--json", *flags))[0]["usage"]["prompt_tokens"]
+        for flags in ((), ("--chat",), ("--system", "be kind"))
+    )
+    assert plain == 1
+    assert chat == len("_user: x") + len("_assistant:")  # _ for <sep>, one token
+    assert system == chat + len("_system: be kind")
+
+
+def test_stop(generate: Run) -> None:
+    [output] = json_lines(generate("-p", "hello", "--json"))
+    stop = next(char for char in output["text"][1:] if char != "\ufffd" and char not in output["text"][0])
+    [stopped] = json_lines(generate("-p", "hello", "--json", "--stop", "never", "--stop", stop))
+    assert stopped["text"] == output["text"].partition(stop)[0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+
+
+def test_seed(generate: Run) -> None:
+    def answer(*flags: str) -> str:
+        return generate("-p", "hello", "--temperature", "1.5", *flags).out
+
+    assert answer("--seed", "1") == answer("--seed", "1") != answer("--seed", "2")
+    assert answer("--seed", "1", "--top-k", "1") == generate("-p", "hello").out
+
+
+def test_the_models_own_sampling_is_the_default(run: Run, folder: str, tmp_path: Path) -> None:
+    """A recommended top_k of 1 makes the answer greedy, unless a flag says otherwise."""
+    for path in Path(folder).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").write_text('{"top_k": 1, "temperature": 1.9}')
+    argv = ("generate", "--model", str(tmp_path), "--dtype", "fp32", "-p", "hello", "--max-tokens", "8", "--seed", "0")
+    greedy = run(*argv, "--temperature", "0").out
+    assert run(*argv).out == greedy
+    assert run(*argv, "--top-k", "0").out != greedy
+
+
+# How it ends
+
+
+def test_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_config: EngineConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    assert run("generate", "-p", "hi") == Result(130, "", "miniserve: interrupted\n")
+
+
+def start(folder: str, *argv: str) -> subprocess.Popen[bytes]:
+    """A process of its own that generates for a long time."""
+    # A process started in the background of a shell ignores SIGINT; this one shall not.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from miniserve.cli import main; sys.exit(main())"
+    )
+    flags = ["--max-model-len", str(CONTEXT), "--max-num-seqs", "1", "--ignore-eos", "-p", "hello"]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--model", folder, *flags, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=BUFFERED,
+    )
+
+
+def test_ctrl_c_while_generating(folder: str) -> None:
+    process = start(folder)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130
+    assert err.decode().splitlines()[-1] == "miniserve: interrupted"
+    assert "Traceback" not in err.decode()
+
+
+def test_a_reader_that_goes_away(folder: str) -> None:
+    """As `| head` does."""
+    process = start(folder)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=TIMEOUT) == 1
+    assert all(line.startswith("[miniserve] ") for line in err.splitlines()), err
+
+
+@pytest.mark.parametrize("argv", [("generate", "--help"), ("serve",)])
+def test_a_reader_that_is_gone_before_the_first_word(argv: tuple[str, ...]) -> None:
+    """Bug: what was still buffered at the end made the interpreter complain about a broken pipe, with code 120."""
+    code = "import sys; from miniserve.cli import main; sys.stdin.read(); print('so far'); sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=BUFFERED,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()  # only now does it write
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=TIMEOUT) == 1
+    assert "Exception" not in err and "Traceback" not in err
