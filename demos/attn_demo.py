@@ -57,13 +57,12 @@ class ToyStep:
 
     metadata: AttnMetadata
     query: Tensor  # [num_tokens, num_heads, head_dim]
-    key: Tensor  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor  # [num_tokens, num_kv_heads, head_dim]
+    key_value: Tensor  # [num_tokens, 2 x num_kv_heads, head_dim]
     cache: LayerKVCache
 
     def attend(self, plan: AttentionPlan) -> Tensor:
         """What the backend says, [num_tokens, num_heads, head_dim]. It writes the same KV to the cache each time."""
-        return plan(self.query, self.key, self.value, self.cache)
+        return plan(self.query, self.key_value, self.cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +105,11 @@ def make_step(parts: Sequence[Part], *, block_size: int, device: torch.device, g
         return torch.randn(*shape, generator=generator).to(device)
 
     num_tokens = metadata.slot_mapping.shape[0]
-    cache_shape = (pool_size, block_size, NUM_KV_HEADS, HEAD_DIM)
     return ToyStep(
         metadata=metadata,
         query=random(num_tokens, NUM_HEADS, HEAD_DIM),
-        key=random(num_tokens, NUM_KV_HEADS, HEAD_DIM),
-        value=random(num_tokens, NUM_KV_HEADS, HEAD_DIM),
-        cache=LayerKVCache(random(*cache_shape), random(*cache_shape)),
+        key_value=random(num_tokens, 2 * NUM_KV_HEADS, HEAD_DIM),
+        cache=LayerKVCache(random(pool_size, block_size, 2 * NUM_KV_HEADS, HEAD_DIM)),
     )
 
 
@@ -185,7 +182,7 @@ def compare(step: ToyStep, device: torch.device, num_runs: int) -> list[Result]:
         if choice.reason is not None:
             results.append(Result(name, skipped=choice.reason))
             continue
-        plan = choice.backend(HEAD_DIM**-0.5).plan(step.metadata)
+        plan = choice.backend(HEAD_DIM**-0.5, step.query.dtype).plan(step.metadata)
         output = step.attend(plan)
         expected = output if expected is None else expected
         difference = (output - expected).abs().max().item()

@@ -30,13 +30,13 @@ RULES = "you are a kind bot so be brief"  # what A, B, C and E begin with: two w
 PROMPT_A = f"{RULES} why is the sky blue by day?"
 ANSWER_A = ("air", "bends")
 PROMPT_B = f"{RULES} why is ice cold to touch?"
-PROMPT_C = f"{PROMPT_A} {' '.join(ANSWER_A)} at night?"
+PROMPT_C = f"{PROMPT_A} {' '.join(ANSWER_A)} at dusk?"
 PROMPT_D = "tell me of a fox who met an owl in the wood at dusk and they sang a long song to dawn"
 
-# The colour of a block says who has it.
+# The colour of a block says who has it, or whether what a free block holds can be found.
 STYLES = {
     "reserved": "dim",
-    "free": "white on bright_black",
+    "empty": "white on bright_black",
     "cached": "black on cyan",
     "held": "black on green",
     "shared": "black on yellow",
@@ -97,7 +97,7 @@ class BlockView:
         """A key of `STYLES`."""
         if self.state.ref_count:
             return "shared" if self.state.ref_count > 1 else "held"
-        return "free" if self.state.hash is None else "cached"
+        return "empty" if self.state.hash is None else "cached"
 
     def differs(self, other: BlockView) -> bool:
         """Whether more than its place in the free list has changed."""
@@ -197,7 +197,7 @@ def tell(toy: ToyServer) -> Iterator[Step]:
     """All steps, in order. After each one `toy` is in the state that the step describes."""
     yield toy.step(
         "An empty pool",
-        f"{toy.kv.pool.capacity} free blocks of {BLOCK_SIZE} tokens wait in one list, and LRU 0 is handed out next. "
+        f"{toy.kv.pool.capacity} empty blocks of {BLOCK_SIZE} tokens wait in one list; pos 0, its front, goes next. "
         "Block 0 is reserved: inputs that are padded to a fixed size write the keys and values of the padding there.",
     )
     yield from _compute_and_share(toy)
@@ -253,13 +253,12 @@ def _decode_and_free(toy: ToyServer) -> Iterator[Step]:
     )
     block_ids = a.block_ids
     toy.finish(a)
-    freed = [block_id for block_id in block_ids if toy.kv.pool.is_free(block_id)]
-    cached = [block_id for block_id in freed if toy.kv.pool.is_registered(block_id)]
+    empty, cached = _freed(toy, block_ids)
     yield toy.step(
         "A is done",
-        f"A gives up {_name(freed)}; {_name(_without(block_ids, freed))} stay with B. Nothing is wiped: "
-        f"{_name(cached)} can still be found, and stand at the very end of the list, so that they are the last to be "
-        "reused.",
+        f"{_name(_without(block_ids, [*empty, *cached])).capitalize()} stay with B. Nothing is wiped: {_name(cached)} "
+        f"can still be found, and go to the end of the list. What {_name(empty)} holds has no hash to find it by, so "
+        "it counts as empty and goes to the front: taking an empty block costs no cached content.",
     )
 
 
@@ -280,12 +279,12 @@ def _hit_what_is_free(toy: ToyServer) -> Iterator[Step]:
     b = toy.requests["B"]
     block_ids = b.block_ids
     toy.finish(b)
-    freed = [block_id for block_id in toy.kv.pool.free_block_ids() if block_id in block_ids]
+    empty, cached = _freed(toy, block_ids)
     yield toy.step(
         "B is done",
-        f"C keeps {_name(_without(block_ids, freed))}. Of the others, {_name(freed[:1])} joins the list first and is "
-        "reused first. The end of a sequence always goes before its beginning: a block is of no use without those "
-        "before it.",
+        f"C keeps {_name(_without(block_ids, [*empty, *cached]))}. Again the empty one, {_name(empty)}, is the next to "
+        f"be reused, and the cached one, {_name(cached)}, waits behind all others: the longer it stays, the more "
+        "requests may still hit it.",
     )
 
 
@@ -297,9 +296,9 @@ def _evict(toy: ToyServer) -> Iterator[Step]:
     toy.compute(d)
     yield toy.step(
         "D takes all the room",
-        f"D takes {_name(d.block_ids)}, in the list's order: what was useful last goes last. "
-        f"{_name(forgotten).capitalize()} was cached, so its hash is forgotten at once: a hash that outlived "
-        "its content would give one user the words of another.",
+        f"D takes {_name(_without(d.block_ids, forgotten))}, all empty, and only then {_name(forgotten)}. It was "
+        "cached, so its hash is forgotten at once: a hash that outlived its content would give one user the words of "
+        "another.",
     )
     e = toy.add("E", PROMPT_B)
     toy.make_room(e)
@@ -325,8 +324,9 @@ def _wait_for_room(toy: ToyServer) -> Iterator[Step]:
     kept = [view.state.block_id for view in toy.view() if view.kind == "cached"]
     yield toy.step(
         "C is done, and E gets in",
-        f"E first holds its hits, {_name(hits)}, so that it cannot evict them itself; then it takes {_name(new)}. "
-        f"{_name(forgotten).capitalize()} is forgotten, {_name(kept)} is kept: the end of C's chat goes first.",
+        f"E first holds its hits, {_name(hits)}, lest it evict them itself. It takes "
+        f"{_name(_without(new, forgotten))}, which is empty, then the least recently used: {_name(forgotten)} is "
+        f"forgotten, {_name(kept)} is kept. The end goes first, as it is of no use without the beginning.",
     )
     toy.finish(d)
     toy.finish(e)
@@ -336,6 +336,13 @@ def _wait_for_room(toy: ToyServer) -> Iterator[Step]:
         f"Nobody holds a block, and {len(toy.cached_blocks())} of {toy.kv.pool.capacity} can still be found. The "
         f"prompts had {asked} tokens; the prefix cache gave {hit} of them ({hit / asked:.0%}) without computing.",
     )
+
+
+def _freed(toy: ToyServer, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Those of the blocks that are free now: the empty ones, and the cached ones."""
+    views = [view for view in toy.view() if view.state.block_id in block_ids]
+    empty, cached = ([view.state.block_id for view in views if view.kind == kind] for kind in ("empty", "cached"))
+    return empty, cached
 
 
 def _name(block_ids: Sequence[int]) -> str:
@@ -390,7 +397,7 @@ def _draw_pool(views: Sequence[BlockView], before: Sequence[BlockView], width: i
 def _draw_block(view: BlockView, changed: bool) -> Group:
     state = view.state
     who = f"held by {' '.join(view.holders)}" if view.holders else view.kind
-    place = f"ref {state.ref_count}" if state.lru_position is None else f"LRU {state.lru_position}"
+    place = f"ref {state.ref_count}" if state.free_position is None else f"pos {state.free_position}"
     name = f"hash {state.hash.hex()[:4]}" if state.hash else "no hash"
     words = [*view.words, *"_" * (BLOCK_SIZE - len(view.words))]
     return _cell(f"{state.block_id} {who}{' *' if changed else ''}", f"{place:<7}{name}", " ".join(words), view.kind)
@@ -406,9 +413,9 @@ def _cell(title: str, place: str, words: str, kind: str) -> Group:
 
 def _legend() -> Text:
     parts: list[str | tuple[str, str]] = []
-    for kind in ("free", "cached", "held", "shared"):
+    for kind in ("empty", "cached", "held", "shared"):
         parts += [(f" {kind} ", STYLES[kind]), " "]
-    return Text.assemble(*parts, ("  * changed   ref: holders   LRU 0: reused first", "dim"))
+    return Text.assemble(*parts, ("  * changed   ref: holders   pos 0: taken next", "dim"))
 
 
 def _draw_request(request: Request) -> Text:

@@ -35,6 +35,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -262,7 +263,7 @@ class _OrderedWriter:
 
     def __init__(self, request_ids: list[str], *, stream: bool) -> None:
         self._waiting = list(request_ids)
-        self._texts = {request_id: "" for request_id in request_ids}
+        self._texts = dict.fromkeys(request_ids, "")
         self._finished: set[str] = set()
         self._stream = stream
         self._numbered = len(request_ids) > 1

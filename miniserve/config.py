@@ -161,8 +161,7 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
     """
     if asked.device != "auto" and asked.device not in machine.devices:
         raise ConfigError(
-            f"--device {asked.device}: this machine has {', '.join(machine.devices)}; "
-            f"use one of them, or auto"
+            f"--device {asked.device}: this machine has {', '.join(machine.devices)}; use one of them, or auto"
         )
     device = machine.devices[0] if asked.device == "auto" else asked.device
     dtype = DTYPE_ALIASES.get(asked.dtype, asked.dtype)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+# glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEEP_BELOW_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,18 @@ def available_ram() -> int:
     if limit is not None and used is not None:
         available = min(available, max(limit - used + _reclaimable_file_cache(), 0))
     return available
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next allocation, where there is glibc.
+
+    By default it gives large buffers back to the system, whose fresh pages then cost a step more than a fifth of its
+    time, step after step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _KEEP_BELOW_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEEP_BELOW_BYTES)
 
 
 def set_threads(threads: int) -> None:

@@ -49,13 +49,13 @@ def tiny_model(folder: Path, family: str, **overrides: Any) -> PreTrainedModel:
     """Save a random model of `family` with a byte-level tokenizer to `folder`; returns it, in fp32."""
     torch.manual_seed(0)
     config = FAMILIES[family](**{**TINY_SHAPE, **overrides})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     # Biases start as zeros and norms as ones, which would hide a missing or swapped one.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if name.endswith("norm.weight") else 0.3))
-    model.eval()
+    model.train(False)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     write_byte_tokenizer(folder)

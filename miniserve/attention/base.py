@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from miniserve.attention.batch import AttnMetadata
@@ -17,27 +18,35 @@ from miniserve.attention.batch import AttnMetadata
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """The paged keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The paged keys and values of one layer.
 
-    keys: Tensor
-    values: Tensor
+    A token's keys and values lie side by side, so that one copy writes both, and one reads both.
 
-    def write(self, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the new tokens' `key` and `value` [num_tokens, num_kv_heads, head_dim] in their slots."""
-        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key)
-        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    Attributes:
+        key_values: [num_blocks, block_size, 2 x num_kv_heads, head_dim]; the heads of the keys, then of the values.
+    """
+
+    key_values: Tensor
+
+    def write(self, slot_mapping: Tensor, key_value: Tensor) -> None:
+        """Store the new tokens' `key_value` [num_tokens, 2 x num_kv_heads, head_dim] in their slots."""
+        self.key_values.flatten(0, 1).index_copy_(0, slot_mapping, key_value)
+
+    def gather(self, block_ids: Tensor) -> Tensor:
+        """The tokens of `block_ids` [n], in order: [n x block_size, 2 x num_kv_heads, head_dim]."""
+        return self.key_values.index_select(0, block_ids).flatten(0, 1)
 
 
 class AttentionPlan(ABC):
     """Attention of one step, ready to be applied to each layer in turn."""
 
     @abstractmethod
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerKVCache) -> Tensor:
-        """Write `key`, `value` to `cache` and attend.
+    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+        """Write `key_value` to `cache` and attend.
 
         Args:
             query: [num_tokens, num_heads, head_dim].
-            key, value: [num_tokens, num_kv_heads, head_dim] of the same new tokens.
+            key_value: [num_tokens, 2 x num_kv_heads, head_dim] of the same new tokens, keys first.
             cache: the layer's cache, written in place.
 
         Returns:
@@ -46,12 +55,16 @@ class AttentionPlan(ABC):
 
 
 class AttentionBackend(ABC):
-    """A way to compute attention over the paged cache. Scores are scaled by `scale` (head_dim ** -0.5)."""
+    """A way to compute attention over the paged cache.
+
+    Scores are scaled by `scale` (head_dim ** -0.5); `dtype` is that of queries, keys and values.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, dtype: torch.dtype) -> None:
         self.scale = scale
+        self.dtype = dtype
 
     @abstractmethod
     def plan(self, metadata: AttnMetadata) -> AttentionPlan:

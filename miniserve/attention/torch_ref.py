@@ -22,17 +22,17 @@ class TorchPlan(AttentionPlan):
     metadata: AttnMetadata
     scale: float
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerKVCache) -> Tensor:
-        cache.write(self.metadata.slot_mapping, key, value)
-        queries = query.split(self.metadata.query_lens_host)
+    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+        """See `AttentionPlan`."""
+        cache.write(self.metadata.slot_mapping, key_value)
+        queries = query.split_with_sizes(self.metadata.query_lens_host)
         outputs = [self._attend(request, q, cache) for request, q in enumerate(queries)]
         return torch.cat(outputs)
 
     def _attend(self, request: int, query: Tensor, cache: LayerKVCache) -> Tensor:
         seq_len = self.metadata.seq_lens_host[request]
-        blocks = self.metadata.block_tables[request]
-        keys = cache.keys[blocks].flatten(0, 1)[:seq_len].float()  # [seq_len, num_kv_heads, head_dim]
-        values = cache.values[blocks].flatten(0, 1)[:seq_len].float()
+        sequence = cache.gather(self.metadata.block_tables[request])[:seq_len].float()
+        keys, values = sequence.chunk(2, dim=1)  # [seq_len, num_kv_heads, head_dim]
         group_size = query.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group_size, dim=1)  # [seq_len, num_heads, head_dim]
         values = values.repeat_interleave(group_size, dim=1)
@@ -48,4 +48,5 @@ class TorchBackend(AttentionBackend):
     name = "torch"
 
     def plan(self, metadata: AttnMetadata) -> TorchPlan:
+        """Nothing to prepare."""
         return TorchPlan(metadata, self.scale)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from miniserve import LLM, SamplingParams
@@ -31,13 +32,13 @@ Arm = Callable[[list[list[int]]], int]  # prompts -> number of generated tokens
 def transformers_arm(model_name: str, dtype: torch.dtype, max_tokens: int) -> Arm:
     """Static batching: pad all prompts to the longest, generate until the last one is done."""
     path = open_checkpoint(model_name).path
-    model = _load_reference(path, dtype)
+    generate: Any = _load_reference(path, dtype).generate
 
     def run(prompts: list[list[int]]) -> int:
         width = max(map(len, prompts))
         token_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        output = model.generate(
+        output: Tensor = generate(
             token_ids,
             attention_mask=mask,
             do_sample=False,
@@ -55,8 +56,8 @@ def _load_reference(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     if path.suffix == ".gguf":
         options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         path = path.parent
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **options)
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **options)  # in evaluation mode
+    return model
 
 
 def miniserve_arm(llm: LLM, max_tokens: int) -> Arm:
@@ -82,6 +83,7 @@ def measure(arms: dict[str, Arm], prompts: list[list[int]], repeat: int) -> dict
 
 
 def main() -> None:
+    """Print one table: a batch, then a single stream."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")

@@ -24,21 +24,22 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """A block as an observer sees it. `lru_position` 0 is the next to be taken; None: the block is held."""
+    """A block as an observer sees it. `free_position` 0 is the next to be taken; None: the block is held."""
 
     block_id: int
     ref_count: int
     hash: bytes | None
-    lru_position: int | None
+    free_position: int | None
 
 
 class BlockPool:
-    """Blocks 1 to `num_blocks` - 1, handed out least recently used first.
+    """Blocks 1 to `num_blocks` - 1: those with nothing to find are handed out first, then the least recently used.
 
     A free block keeps its content and its hash until it is taken for new use, so that a later request with the
-    same prefix may still touch it. The free list is a circular doubly linked list through the blocks themselves,
-    so that any block leaves it in O(1). Block 0 is never handed out (the runner writes padding there); it serves
-    as the list's sentinel: `next` is the least, `prev` the most recently used free block.
+    same prefix may still touch it. A block that nobody can find goes to the head of the list when it is freed: taking
+    it costs no cached content, and its memory is warm. The free list is a circular doubly linked list through the
+    blocks themselves, so that any block leaves it in O(1). Block 0 is never handed out (the runner writes padding
+    there); it serves as the list's sentinel: `next` is the first to be taken, `prev` the last.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,7 +49,7 @@ class BlockPool:
         self._block_of_hash: dict[bytes, int] = {}
         self._num_free = 0
         for block_id in range(1, num_blocks):
-            self._append_free(block_id)
+            self._insert_free(block_id, before=0)
 
     @property
     def capacity(self) -> int:
@@ -66,9 +67,9 @@ class BlockPool:
         return self.capacity - self._num_free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take the least recently used free blocks for new content; whatever they held can be found no more."""
+        """Take the blocks at the head of the free list for new content; whatever they held can be found no more."""
         assert num_blocks <= self._num_free, "the caller checks num_free"
-        return [self._take_oldest() for _ in range(num_blocks)]
+        return [self._take_next() for _ in range(num_blocks)]
 
     def touch(self, block_id: int) -> None:
         """Hold a block for the content it has, free or not: a prefix cache hit."""
@@ -81,13 +82,14 @@ class BlockPool:
         """Let go of the blocks of one sequence, given in token order.
 
         The last one enters the free list first and is evicted first: a block is of no use without those before it.
+        Blocks without content that can be found again are the next to be taken, in token order.
         """
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free already"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._append_free(block_id)
+                self._insert_free(block_id, before=0 if self._is_findable(block_id) else self._blocks[0].next)
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, if there is one."""
@@ -113,7 +115,7 @@ class BlockPool:
         return self._blocks[block_id].hash is not None
 
     def free_block_ids(self) -> list[int]:
-        """The free list, least recently used first. Walks the whole list."""
+        """The free list, the next to be taken first. Walks the whole list."""
         block_ids = []
         block_id = self._blocks[0].next
         while block_id != 0:
@@ -130,22 +132,28 @@ class BlockPool:
             if block_id != 0
         ]
 
-    def _take_oldest(self) -> int:
+    def _take_next(self) -> int:
         block_id = self._blocks[0].next
         self._unlink_free(block_id)
         block = self._blocks[block_id]
         block.ref_count = 1
-        # A hash that outlived its content would serve wrong KV. A twin of this block may own the map's entry.
-        if block.hash is not None and self._block_of_hash.get(block.hash) == block_id:
+        # A hash that outlived its content would serve wrong KV.
+        if self._is_findable(block_id):
+            assert block.hash is not None
             del self._block_of_hash[block.hash]
         block.hash = None
         return block_id
 
-    def _append_free(self, block_id: int) -> None:
-        sentinel, block = self._blocks[0], self._blocks[block_id]
-        block.prev, block.next = sentinel.prev, 0
-        self._blocks[sentinel.prev].next = block_id
-        sentinel.prev = block_id
+    def _is_findable(self, block_id: int) -> bool:
+        """Whether `lookup` can return the block: it has a hash, and no twin with the same content stands for it."""
+        block_hash = self._blocks[block_id].hash
+        return block_hash is not None and self._block_of_hash.get(block_hash) == block_id
+
+    def _insert_free(self, block_id: int, *, before: int) -> None:
+        previous = self._blocks[before].prev
+        self._blocks[block_id].prev, self._blocks[block_id].next = previous, before
+        self._blocks[previous].next = block_id
+        self._blocks[before].prev = block_id
         self._num_free += 1
 
     def _unlink_free(self, block_id: int) -> None:

@@ -1,0 +1,1 @@
+"""The engine and its two sides: requests in, text out."""

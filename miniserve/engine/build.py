@@ -50,6 +50,7 @@ def build_engine(
     checkpoint = open_checkpoint(asked.model, revision=asked.revision, weights=asked.load_format != "dummy")
     resolved = resolve(asked, machine, model_max_len=checkpoint.config.max_position_embeddings)
     platform.set_threads(resolved.threads)
+    platform.keep_freed_memory()
     tokenizer = load_tokenizer(asked, checkpoint)
     num_token_ids = min(tokenizer.num_token_ids, checkpoint.config.vocab_size)
     runner = build_runner(checkpoint, asked, resolved, num_token_ids=num_token_ids, on_tensor=progress)

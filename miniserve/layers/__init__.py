@@ -1,0 +1,1 @@
+"""The layers of a transformer, each for every family and device."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from miniserve.attention.base import AttentionPlan, LayerKVCache
 from miniserve.layers.linear import Linear
 from miniserve.layers.norm import RMSNorm
-from miniserve.layers.rotary import rotate
+from miniserve.layers.rotary import rotate_
 
 
 class Attention(nn.Module):
@@ -40,19 +40,14 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache) -> Tensor:
         """x: [num_tokens, hidden_size] -> [num_tokens, hidden_size]; `cache` gets the new keys and values."""
-        num_qk_heads = self.num_heads + self.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
-        qk, value = heads[:, :num_qk_heads], heads[:, num_qk_heads:]
-        query, key = rotate(self._normalise(qk), *rope).split((self.num_heads, self.num_kv_heads), dim=1)
-        output: Tensor = self.o(plan(query, key, value, cache).flatten(1))
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q | k | v heads, head_dim]
+        query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            key = key_value[:, : self.num_kv_heads]
+            query.copy_(self.q_norm(query, x.dtype))
+            key.copy_(self.k_norm(key, x.dtype))
+        rotate_(heads[:, : self.num_heads + self.num_kv_heads], *rope)
+        output: Tensor = self.o(plan(query, key_value, cache).flatten(1))
         return output
-
-    def _normalise(self, qk: Tensor) -> Tensor:
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        query, key = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-        return torch.cat((self.q_norm(query, qk.dtype), self.k_norm(key, qk.dtype)), dim=1)

@@ -30,26 +30,51 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
         if self._packed is not None:
-            packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return packed
+            return packed_linear(x, self._packed, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
         """Swap the loaded weight for its packed form, where `can_pack` says so."""
         if self.weight is not None and can_pack(self.weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _EXPECTED_ROWS)
+            self._packed = pack_weight(self.weight.data)
             self.weight = None
+
+
+def unpacked_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T for a weight that has to keep its plain layout: the embedding that is the head too.
+
+    A bf16 product on a CPU re-lays out its right operand, so the large one is put on the left.
+    """
+    if x.shape[0] > 1 and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        return torch.mm(weight, x.T).T.contiguous()
+    return F.linear(x, weight)
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether packing exists and pays: bf16 on a CPU, in a PyTorch built with oneDNN that has these operators."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    has_ops = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(
-        torch.ops.mkldnn, "_reorder_linear_weight"
-    )
-    return has_ops and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    return all(hasattr(torch.ops.mkldnn, name) for name in names) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """`weight` [out_features, in_features] in oneDNN's opaque layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+    return packed
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> Tensor:
+    """activation(x W^T + bias) for a packed `weight`; `activation` in oneDNN's names: none, swish (which is silu)."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+    return result
+
+
+def packed_linear_times(x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor) -> Tensor:
+    """(x W^T + bias) x factor, element by element, for a packed `weight`."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, weight, bias, "mul")
+    return result
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from miniserve.layers.linear import parameter
@@ -12,12 +11,18 @@ from miniserve.layers.linear import parameter
 class RMSNorm(nn.Module):
     """Normalises the last dimension. The weight is kept in fp32: it is small, and the sum is fp32 anyway."""
 
+    eps: Tensor  # fp32 [1]
+
     def __init__(self, size: int, *, eps: float, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter(size, dtype=torch.float32, device=device)
         self.size = size
-        self.eps = eps
+        self.register_buffer("eps", torch.full((1,), eps, dtype=torch.float32, device=device), persistent=False)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x: [..., size] of any float dtype -> the same shape, in `dtype`."""
-        return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(dtype)
+        x = x.float()
+        # PyTorch has no fused RMSNorm on a CPU; these five operations are two thirds of what F.rms_norm runs there.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=1 / self.size).rsqrt_()
+        return torch.mul(x * scale, self.weight, out=torch.empty_like(x, dtype=dtype))

@@ -56,9 +56,7 @@ def rope_magnitude(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return _yarn_magnitude(config.factor, config.mscale) / _yarn_magnitude(
-            config.factor, config.mscale_all_dim
-        )
+        return _yarn_magnitude(config.factor, config.mscale) / _yarn_magnitude(config.factor, config.mscale_all_dim)
     return _yarn_magnitude(config.factor, 1.0)
 
 
@@ -100,11 +98,7 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 def _yarn_pair_index(config: RopeConfig, turns: float, head_dim: int) -> float:
     """The (fractional) pair that makes `turns` full turns within the original context."""
-    return (
-        head_dim
-        * math.log(config.original_context / (turns * 2 * math.pi))
-        / (2 * math.log(config.theta))
-    )
+    return head_dim * math.log(config.original_context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
 
 # `dynamic` equals `default` within the original context, and a model is never run beyond it.
@@ -122,26 +116,22 @@ class RotaryEmbedding(nn.Module):
 
     table: Tensor  # fp32 [max_positions, 2, head_dim]
 
-    def __init__(
-        self, config: RopeConfig, head_dim: int, max_positions: int, *, device: torch.device
-    ) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, *, device: torch.device) -> None:
         super().__init__()
-        angles = torch.outer(
-            torch.arange(max_positions, dtype=torch.float32), rope_frequencies(config, head_dim)
-        )
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope_frequencies(config, head_dim))
         # Both halves of a head turn by the same angle; the first half subtracts its sine.
         cos = angles.cos().repeat(1, 2)
         sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
         table = torch.stack((cos, sin), dim=1) * rope_magnitude(config)
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: int64 [num_tokens] -> cos and sin, each fp32 [num_tokens, 1, head_dim], for `rotate`."""
-        cos, sin = self.table[positions].unbind(dim=1)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions: int64 [num_tokens] -> cos and sin in `dtype`, each [num_tokens, 1, head_dim], for `rotate_`."""
+        cos, sin = self.table[positions].to(dtype).unbind(dim=1)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of `heads` [num_tokens, num_heads, head_dim]; computed in fp32, returned in its dtype."""
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn each pair of `heads` [num_tokens, num_heads, head_dim] in place; all in one dtype."""
     half_swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-    return torch.addcmul(heads * cos, half_swapped, sin).to(heads.dtype)
+    heads.mul_(cos).addcmul_(half_swapped, sin)

@@ -1,0 +1,1 @@
+"""The transformer, the families, and the checkpoints they are loaded from."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from miniserve.attention.base import AttentionPlan, LayerKVCache
 from miniserve.layers.attention import Attention
-from miniserve.layers.linear import Linear, parameter
+from miniserve.layers.linear import Linear, parameter, unpacked_linear
 from miniserve.layers.mlp import MLP
 from miniserve.layers.norm import RMSNorm
 from miniserve.layers.rotary import RotaryEmbedding
@@ -53,9 +53,7 @@ class Layer(nn.Module):
             device=device,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
-        self.mlp = MLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
-        )
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
 
     def forward(
         self, residual: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache
@@ -72,17 +70,13 @@ class Transformer(nn.Module):
     `max_positions` bounds the RoPE table; `dtype` is that of matrices, activations and the KV cache.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, device=device)
-        self.layers = nn.ModuleList(
-            Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
         self.head: Linear | None = None  # None: the embedding matrix serves
         if not config.tie_word_embeddings:
@@ -102,7 +96,7 @@ class Transformer(nn.Module):
             fp32 [num_tokens, hidden_size], before the final norm.
         """
         hidden: Tensor = self.embed(token_ids).float()
-        rope = self.rotary(positions)
+        rope = self.rotary(positions, self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = layer(hidden, rope, plan, cache)
         return hidden
@@ -110,7 +104,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
         normed = self.norm(hidden, self.dtype)
-        logits = F.linear(normed, self.embed.weight) if self.head is None else self.head(normed)
+        logits = unpacked_linear(normed, self.embed.weight) if self.head is None else self.head(normed)
         return logits.float()
 
     def pack(self) -> None:

@@ -1,0 +1,1 @@
+"""The model runner: tensors of a step, the KV pool, sampling."""

@@ -1,4 +1,4 @@
-"""From a checkpoint and the settled configuration to a runner: create the model, fill it, size and allocate the KV cache."""
+"""From a checkpoint and the settled configuration to a runner: the model, its weights, and a KV cache that fits."""
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ def build_runner(
 def _backend(resolved: ResolvedConfig, config: ModelConfig) -> tuple[AttentionBackend, tuple[str, ...]]:
     choice = select_backend(resolved.attention_backend, resolved.device)
     notes = () if choice.reason is None else (choice.reason,)
-    return choice.backend(scale=config.head_dim**-0.5), notes
+    return choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype)), notes

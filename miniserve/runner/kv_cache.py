@@ -14,11 +14,8 @@ def allocate_kv_cache(
     config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerKVCache, ...]:
     """One zeroed cache per layer. Zeroed, since a masked slot still takes part as 0 x value: it must not be NaN."""
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return tuple(
-        LayerKVCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-        for _ in range(config.num_layers)
-    )
+    shape = (num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
+    return tuple(LayerKVCache(_zeros(shape, dtype, device)) for _ in range(config.num_layers))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

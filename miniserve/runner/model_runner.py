@@ -49,10 +49,11 @@ class ModelRunner:
         """
         inputs = build_input(step.scheduled, self.block_size, self.device)
         plan = self.backend.plan(inputs.metadata)
-        hidden = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
+        hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
         if len(inputs.sample_rows) == 0:  # only parts of prompts in this step
             return hidden.new_empty(0, self.num_token_ids)
-        return self.model.logits(hidden[inputs.sample_rows])[:, : self.num_token_ids]
+        logits = self.model.logits(hidden[inputs.sample_rows])
+        return logits[:, : self.num_token_ids]
 
     @torch.inference_mode()
     def sample(self, step: SchedulerOutput, logits: Tensor) -> RunnerOutput:

@@ -70,8 +70,7 @@ class ChatTemplate:
         variables = template_kwargs or {}
         if taken := _OWN_VARIABLES & variables.keys():
             raise InvalidParameterError(
-                f"chat_template_kwargs must not set {', '.join(sorted(taken))}: "
-                "use the request fields of these names",
+                f"chat_template_kwargs must not set {', '.join(sorted(taken))}: use the request fields of these names",
                 param="chat_template_kwargs",
             )
         prompt = self._render(
@@ -141,18 +140,14 @@ def _part_text(part: Any, where: str) -> str:
 def _normalise_tool_call(call: Any, where: str) -> dict[str, Any]:
     """OpenAI sends arguments as JSON text; templates expect the object."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidParameterError(
-            f"{where} must be a list of function calls, got {_kind(call)}", param="messages"
-        )
+        raise InvalidParameterError(f"{where} must be a list of function calls, got {_kind(call)}", param="messages")
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            raise InvalidParameterError(
-                f"{where}: arguments are not valid JSON: {error}", param="messages"
-            ) from error
+            raise InvalidParameterError(f"{where}: arguments are not valid JSON: {error}", param="messages") from error
     if arguments is not None and not isinstance(arguments, Mapping):
         raise InvalidParameterError(
             f"{where}: arguments must be a JSON object, got {_kind(arguments)}", param="messages"
@@ -186,7 +181,7 @@ def _compile(source: str) -> jinja2.Template:
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training; here it only prints what is inside."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -202,9 +197,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which the model would read."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -107,9 +107,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(token_ids, skip_special_tokens=skip_special_tokens).decode(
-            "utf-8", errors="replace"
-        )
+        return self.decode_bytes(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", errors="replace")
 
     def decode_bytes(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
         """Joined bytes of `token_ids`."""
@@ -147,16 +145,13 @@ def _load(path: Path, load: Callable[[], object]) -> PreTrainedTokenizerFast:
         return tokenizer
     except Exception as error:  # the libraries raise anything here, bare Exception included
         raise CheckpointError(
-            f"the tokenizer of {path} cannot be read: {error}; "
-            "fetch the file again, or name another with --tokenizer"
+            f"the tokenizer of {path} cannot be read: {error}; fetch the file again, or name another with --tokenizer"
         ) from error
 
 
 def _named_special_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
     named: Mapping[str, Any] = tokenizer.special_tokens_map
-    return {
-        name: str(token) for name, token in named.items() if token is not None and not isinstance(token, list)
-    }
+    return {name: str(token) for name, token in named.items() if token is not None and not isinstance(token, list)}
 
 
 def _chat_template(template: str | Mapping[str, str] | None) -> str | None:

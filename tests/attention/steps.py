@@ -27,9 +27,14 @@ class Step:
     keys: tuple[Tensor, ...]  # one a request, [seq_len, num_kv_heads, head_dim]
     values: tuple[Tensor, ...]
 
+    @property
+    def key_value(self) -> Tensor:
+        """What a layer hands over: [num_tokens, 2 x num_kv_heads, head_dim]."""
+        return torch.cat((self.key, self.value), dim=1)
+
     def fresh_cache(self) -> LayerKVCache:
         """A copy of the cache as it is before the step."""
-        return LayerKVCache(self.cache.keys.clone(), self.cache.values.clone())
+        return LayerKVCache(self.cache.key_values.clone())
 
 
 def make_step(
@@ -52,7 +57,8 @@ def make_step(
     free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    cache = LayerKVCache(torch.full(shape, GARBAGE, dtype=dtype), torch.full(shape, -GARBAGE, dtype=dtype))
+    cache = LayerKVCache(torch.cat((torch.full(shape, GARBAGE), torch.full(shape, -GARBAGE)), dim=2).to(dtype))
+    cached_keys, cached_values = cache.key_values.flatten(0, 1).chunk(2, dim=1)
     # As a layer hands them over: parts of one projection, not contiguous.
     num_tokens = sum(query_len for query_len, _ in lengths)
     heads = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
@@ -65,8 +71,8 @@ def make_step(
         slots = [blocks[position // block_size] * block_size + position % block_size for position in range(seq_len)]
         context = seq_len - query_len
         context_keys, context_values = randn(2, context, num_kv_heads, head_dim).unbind(0)
-        cache.keys.flatten(0, 1)[slots[:context]] = context_keys
-        cache.values.flatten(0, 1)[slots[:context]] = context_values
+        cached_keys[slots[:context]] = context_keys
+        cached_values[slots[:context]] = context_values
         keys.append(torch.cat((context_keys, key[start : start + query_len])))
         values.append(torch.cat((context_values, value[start : start + query_len])))
         slot_mapping += slots[context:]
@@ -91,6 +97,7 @@ STEPS: dict[str, tuple[tuple[int, int], ...]] = {
     "one-decode": ((1, 19),),
     "decode-equal": ((1, 7), (1, 7), (1, 7)),
     "decode-unequal": ((1, 1), (1, 33), (1, 9), (1, 16)),
+    "decode-longest-first": ((1, 33), (1, 16), (1, 9), (1, 1)),
     "one-prompt": ((21, 21),),
     "prompts": ((5, 5), (17, 17)),
     "one-prompt-with-context": ((5, 21),),

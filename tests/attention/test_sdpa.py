@@ -17,8 +17,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def attend(backend: type[AttentionBackend], step: Step) -> Tensor:
-    plan = backend(scale=step.query.shape[-1] ** -0.5).plan(step.metadata)
-    return plan(step.query, step.key, step.value, step.fresh_cache())
+    plan = backend(step.query.shape[-1] ** -0.5, step.query.dtype).plan(step.metadata)
+    return plan(step.query, step.key_value, step.fresh_cache())
 
 
 def check(step: Step) -> None:
@@ -60,21 +60,31 @@ def test_any_step(lengths: tuple[tuple[int, int], ...], block_size: int, seed: i
 
 
 def test_decodes_share_a_call_whatever_their_lengths() -> None:
-    [group] = SdpaBackend(scale=1.0).plan(make_step(STEPS["decode-unequal"]).metadata).groups
+    [group] = SdpaBackend(1.0, torch.float32).plan(make_step(STEPS["decode-longest-first"]).metadata).groups
     assert (group.batch, group.query_len, group.seq_len, group.rows) == (4, 1, 33, slice(0, 4))
-    assert group.mask is not None and group.mask.sum(dim=-1).flatten().tolist() == [1, 33, 9, 16]
+    assert group.mask is not None
+    assert group.mask.isfinite().sum(dim=-1).flatten().tolist() == [33, 16, 9, 1]
 
 
 def test_equal_decodes_need_no_mask() -> None:
-    [group] = SdpaBackend(scale=1.0).plan(make_step(STEPS["decode-equal"]).metadata).groups
+    [group] = SdpaBackend(1.0, torch.float32).plan(make_step(STEPS["decode-equal"]).metadata).groups
     assert group.mask is None and not group.is_causal
 
 
 def test_equal_prompts_share_a_call_that_gathers_nothing() -> None:
-    groups = SdpaBackend(scale=1.0).plan(make_step(STEPS["equal-prompts-apart"]).metadata).groups
-    prompts = groups[0]
+    groups = SdpaBackend(1.0, torch.float32).plan(make_step(STEPS["equal-prompts-apart"]).metadata).groups
+    [prompts] = [group for group in groups if group.query_len == 6 and group.block_ids is None]
     assert (prompts.batch, prompts.query_len) == (3, 6)
     assert isinstance(prompts.rows, Tensor)
     assert prompts.rows.tolist() == [*range(6), *range(7, 13), *range(16, 22)]
     assert prompts.block_ids is None and prompts.mask is None and prompts.is_causal
     assert len(groups) == 3  # and the decode, and the chunk with context
+
+
+def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
+    """One request of 900 tokens among short ones would make each of them read 900: they get a call of their own."""
+    lengths = ((1, 40), (1, 900), (1, 35), (1, 60), (1, 880))
+    step = make_step(lengths)
+    groups = SdpaBackend(1.0, torch.float32).plan(step.metadata).groups
+    assert sorted((group.batch, group.seq_len) for group in groups) == [(2, 900), (3, 60)]
+    check(step)

@@ -17,10 +17,24 @@ def test_hands_out_every_block_but_block_0() -> None:
 def test_takes_the_least_recently_used_and_of_a_sequence_its_tail() -> None:
     pool = BlockPool(7)
     first, second = pool.allocate(3), pool.allocate(2)
+    for block_id in [*first, *second]:
+        pool.register(block_id, b"content of %d" % block_id)
     pool.free(second)
     pool.free(first)
     assert pool.free_block_ids() == [6, 5, 4, 3, 2, 1]
     assert pool.allocate(4) == [6, 5, 4, 3]
+
+
+def test_takes_blocks_with_nothing_to_find_before_any_cached_content() -> None:
+    """They went to the end of the list: cached prefixes were evicted while empty blocks lay free."""
+    pool = BlockPool(6)
+    sequence = pool.allocate(4)
+    pool.register(1, b"first")
+    pool.register(2, b"second")
+    pool.free(sequence)
+    assert pool.free_block_ids() == [3, 4, 5, 2, 1]
+    assert pool.allocate(3) == [3, 4, 5]
+    assert (pool.lookup(b"first"), pool.lookup(b"second")) == (1, 2)
 
 
 def test_a_shared_block_is_free_when_its_last_holder_lets_go() -> None:
@@ -39,6 +53,7 @@ def test_touching_a_free_block_takes_it_out_of_any_place_of_the_list(touched: in
     pool.touch(touched)
     assert pool.free_block_ids() == rest
     assert pool.num_free == 2
+    pool.register(touched, b"content")
     pool.free([touched])
     assert pool.allocate(3) == [*rest, touched]
     assert pool.free_block_ids() == []
@@ -88,9 +103,9 @@ def test_snapshot_shows_counts_hashes_and_the_order_of_eviction() -> None:
     pool.touch(2)
     pool.free([1])
     assert pool.snapshot() == [
-        BlockState(1, ref_count=0, hash=b"content", lru_position=1),
-        BlockState(2, ref_count=2, hash=None, lru_position=None),
-        BlockState(3, ref_count=0, hash=None, lru_position=0),
+        BlockState(1, ref_count=0, hash=b"content", free_position=1),
+        BlockState(2, ref_count=2, hash=None, free_position=None),
+        BlockState(3, ref_count=0, hash=None, free_position=0),
     ]
 
 

@@ -292,7 +292,7 @@ def test_preemption_takes_the_newest_and_puts_it_in_front() -> None:
     assert (second.status, second.num_computed_tokens, second.block_ids) == (RequestStatus.WAITING, 0, [])
     assert (second.num_preemptions, scheduler.num_preemptions) == (1, 1)
     output = step(scheduler)  # "a" takes a third block: "b" does not fit beside it, "c" must not overtake
-    assert (spans(output), first.block_ids) == ([("a", 8, 9)], [1, 2, 4])
+    assert (spans(output), first.block_ids) == ([("a", 8, 9)], [1, 2, 3])
     for _ in range(3):
         assert [item.request_id for item in step(scheduler).scheduled] == ["a"]
     assert first.finish_reason is FinishReason.LENGTH

@@ -91,7 +91,7 @@ def check_blocks(scheduler: Scheduler, runner: ShadowRunner) -> None:
     held = [block_id for request in scheduler._running for block_id in request.block_ids]
     for state in pool.snapshot():
         assert state.ref_count == held.count(state.block_id)
-        assert (state.lru_position is None) == (state.ref_count > 0)
+        assert (state.free_position is None) == (state.ref_count > 0)
         if state.hash is not None:
             assert state.hash == _hash_of_content(runner, state.block_id)
     for block_hash, block_id in pool._block_of_hash.items():

@@ -40,7 +40,7 @@ def test_each_token_has_a_slot_of_its_own() -> None:
         for position in range(part.num_cached, part.num_cached + part.num_new)
     ]
     assert metadata.slot_mapping.tolist() == expected
-    assert max(owned) < step.cache.keys.shape[0]
+    assert max(owned) < step.cache.key_values.shape[0]
 
 
 @pytest.mark.parametrize("parts", [SMALL_STEP, MIXED_STEP, DECODE_STEP[::5]])
@@ -58,7 +58,8 @@ class Shortened(AttentionPlan):
     def __init__(self, metadata: AttnMetadata) -> None:
         self.metadata = metadata
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+        value = key_value.chunk(2, dim=1)[1]
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 

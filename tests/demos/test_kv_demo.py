@@ -74,29 +74,31 @@ def test_decode_fills_a_block_and_then_takes_one() -> None:
     assert "block 7" in grown.lesson
 
 
-def test_freed_blocks_stay_cached_at_the_tail() -> None:
+def test_freed_blocks_stay_cached_at_the_tail_and_an_empty_one_goes_to_the_head() -> None:
     scene = scenes()["A is done"]
-    assert scene.free_list == [8, 9, 10, 11, 7, 4, 3]
-    assert scene.ids("cached") == [3, 4] and scene.blocks[7].kind == "free"
+    assert scene.free_list == [7, 8, 9, 10, 11, 4, 3]
+    assert scene.ids("cached") == [3, 4] and scene.blocks[7].kind == "empty"
     assert scene.tables == {"B": [1, 2, 5, 6]} and scene.blocks[1].state.ref_count == 1
-    assert "blocks 3 and 4 can still be found" in scene.lesson
+    assert "Blocks 1 and 2 stay" in scene.lesson and "blocks 3 and 4 can still be found" in scene.lesson
+    assert "What block 7 holds" in scene.lesson
 
 
 def test_free_blocks_are_hit() -> None:
     scene = scenes()["C goes on with A's chat"]
     assert scene.calls[0] == "kv.find_cached_prefix(C) -> [1, 2, 3, 4]"
-    assert scene.tables["C"] == [1, 2, 3, 4, 8] and scene.free_list == [9, 10, 11, 7]
+    assert scene.tables["C"] == [1, 2, 3, 4, 7] and scene.free_list == [8, 9, 10, 11]
     assert "Of 19 tokens, 3 are computed" in scene.lesson
 
 
 def test_the_least_recently_used_hash_is_forgotten() -> None:
     story = scenes()
     before, after = story["B is done"], story["D takes all the room"]
-    assert before.free_list == [9, 10, 11, 7, 6, 5] and before.ids("cached") == [5]
+    assert before.free_list == [6, 8, 9, 10, 11, 5] and before.ids("cached") == [5]
+    assert "the empty one, block 6" in before.lesson and "the cached one, block 5" in before.lesson
     assert after.tables["D"] == before.free_list and after.free_list == []
     forgotten = before.blocks[5].state.hash
     assert forgotten is not None and forgotten not in [view.state.hash for view in after.blocks.values()]
-    assert "Block 5 was cached" in after.lesson
+    assert "blocks 6, 8, 9, 10 and 11, all empty, and only then block 5" in after.lesson
 
 
 def test_a_refused_request_changes_nothing() -> None:
@@ -108,12 +110,19 @@ def test_a_refused_request_changes_nothing() -> None:
 
 def test_the_end_of_a_sequence_is_evicted_first() -> None:
     scene = scenes()["C is done, and E gets in"]
-    assert scene.tables["E"] == [1, 2, 8, 4] and scene.ids("cached") == [3]
-    assert "Block 4 is forgotten, block 3 is kept" in scene.lesson
+    assert scene.tables["E"] == [1, 2, 7, 4] and scene.ids("cached") == [3]
+    assert "takes block 7, which is empty" in scene.lesson
+    assert "block 4 is forgotten, block 3 is kept" in scene.lesson
+
+
+def test_no_cached_block_is_taken_while_one_is_empty() -> None:
+    for title, scene in scenes().items():
+        kinds = [scene.blocks[block_id].kind for block_id in scene.free_list]
+        assert kinds == sorted(kinds, key=["empty", "cached"].index), title
 
 
 def test_every_drawing_is_true() -> None:
-    """What a block shows must be what its holders wrote there, and equal hashes must stand for equal words."""
+    """What a block shows must be what its holders wrote there, and its hash must lead to it and to equal words."""
     toy = ToyServer()
     meaning: dict[bytes, tuple[str, ...]] = {}
     for _ in tell(toy):
@@ -122,6 +131,7 @@ def test_every_drawing_is_true() -> None:
             assert view.state.ref_count == len(view.holders)
             if view.state.hash is not None:
                 assert len(view.words) == kv_demo.BLOCK_SIZE
+                assert toy.kv.pool.lookup(view.state.hash) == view.state.block_id
                 assert meaning.setdefault(view.state.hash, view.words) == view.words
         for request in toy.requests.values():
             words = [word for block_id in request.block_ids for word in views[block_id].words]
@@ -148,7 +158,7 @@ def test_all_blocks_are_drawn_at_any_width(width: int) -> None:
     output, screen = console(width)
     kv_demo.run(pause=False, console=output)
     first = screen.getvalue().split("2 of 13")[0]
-    assert all(f" {block_id} free" in first for block_id in range(1, kv_demo.NUM_BLOCKS))
+    assert all(f" {block_id} empty" in first for block_id in range(1, kv_demo.NUM_BLOCKS))
     assert max(map(len, first.splitlines())) <= min(width, kv_demo.MAX_WIDTH)
 
 

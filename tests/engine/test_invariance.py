@@ -147,12 +147,12 @@ def test_a_conversation_that_grows(folder: Path) -> None:
     """Each turn's prompt is the last prompt and its answer: it hits what was computed as an answer, too."""
     cached, plain = load(folder, block_size=8), load(folder, prefix_caching=False)
     prompt = random_prompt(20, seed=3)
+    num_computed = 0
     for turn in range(3):
         [output] = cached.generate([prompt], GREEDY)
         assert (output.token_ids,) == tuple(generate(plain, [prompt]))
-        # The last token of an answer was never computed, so its KV is not there.
-        assert output.usage.cached_tokens == (0 if turn == 0 else (previous_length - 1) // 8 * 8)
-        previous_length = len(prompt) + len(output.token_ids)
+        assert output.usage.cached_tokens == num_computed // 8 * 8
+        num_computed = len(prompt) + len(output.token_ids) - 1  # the last token of an answer is never computed
         prompt = [*prompt, *output.token_ids, *random_prompt(5, seed=turn)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from miniserve.layers.mlp import MLP
+from miniserve.layers.linear import can_pack
+from miniserve.layers.mlp import MLP, GateUp
 
 
 def test_formula() -> None:
@@ -19,3 +21,20 @@ def test_formula() -> None:
     up = x @ mlp.gate_up.weight[10:].T + mlp.gate_up.bias[10:]
     expected = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.T + mlp.down.bias
     torch.testing.assert_close(mlp(x), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 packing on this machine")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 16, 50])
+def test_packed_gate_up_is_plain(num_rows: int, bias: bool) -> None:
+    gate_up = GateUp(64, 96, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in gate_up.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    x = torch.randn(num_rows, 64, generator=generator).bfloat16()
+    with torch.inference_mode():
+        plain = gate_up(x)
+        gate_up.pack()
+        packed = gate_up(x)
+    assert gate_up.weight is None
+    torch.testing.assert_close(packed, plain, atol=0.05, rtol=2**-6)

@@ -48,7 +48,7 @@ def reference() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=plain_weights
     )
-    return model.eval()
+    return model
 
 
 def test_greedy_tokens(llm: LLM, reference: PreTrainedModel) -> None:

@@ -75,9 +75,7 @@ def test_tiny_model(tmp_path: Path, family: str, overrides: dict[str, Any]) -> N
     llm = LLM(str(tmp_path), dtype="fp32", device="cpu", threads=1, block_size=16)
     for length in (5, 16, 61):
         prompt = random_prompt(length)
-        torch.testing.assert_close(
-            _all_logits(llm, prompt), reference_logits(reference, prompt), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(_all_logits(llm, prompt), reference_logits(reference, prompt), atol=1e-4, rtol=1e-4)
         [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         assert len(output.token_ids) == 64
         assert list(output.token_ids) == reference_choices(reference, output, NUM_TOKEN_IDS)
@@ -105,9 +103,7 @@ def _all_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     step = SchedulerOutput((item,))
     inputs = build_input(step.scheduled, runner.block_size, runner.device)
     with torch.inference_mode():
-        hidden = runner.model(
-            inputs.token_ids, inputs.positions, runner.backend.plan(inputs.metadata), runner.caches
-        )
+        hidden = runner.model(inputs.token_ids, inputs.positions, runner.backend.plan(inputs.metadata), runner.caches)
         return runner.model.logits(hidden)
 
 

@@ -17,16 +17,16 @@ from tests.runner.tiny import CONFIG, CPU
 def test_shapes_and_zeros(dtype: torch.dtype) -> None:
     caches = allocate_kv_cache(CONFIG, num_blocks=5, block_size=16, dtype=dtype, device=CPU)
     assert len(caches) == CONFIG.num_layers
-    for tensor in [tensor for cache in caches for tensor in (cache.keys, cache.values)]:
-        assert tensor.shape == (5, 16, CONFIG.num_kv_heads, CONFIG.head_dim)
+    for tensor in [cache.key_values for cache in caches]:
+        assert tensor.shape == (5, 16, 2 * CONFIG.num_kv_heads, CONFIG.head_dim)
         assert tensor.dtype == dtype and tensor.is_contiguous()
         assert not tensor.any()
 
 
 def test_layers_share_no_memory() -> None:
     caches = allocate_kv_cache(CONFIG, num_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
-    caches[0].keys.fill_(1.0)
-    assert not any(tensor.any() for tensor in (caches[0].values, caches[1].keys, caches[1].values))
+    caches[0].key_values.fill_(1.0)
+    assert not caches[1].key_values.any()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how memory is counted differs elsewhere")
@@ -36,8 +36,8 @@ def test_memory_is_taken_by_use() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     [cache] = allocate_kv_cache(config, num_blocks=2**15, block_size=16, dtype=torch.float32, device=CPU)
-    pool = cache.keys.nbytes + cache.values.nbytes
+    pool = cache.key_values.nbytes
     assert pool == 2**29
     assert process.memory_info().rss - before < pool / 16
-    cache.keys[: 2**13].fill_(1.0)
+    cache.key_values[: 2**12].fill_(1.0)
     assert process.memory_info().rss - before > pool / 16  # guard: the measure sees what is used

@@ -35,7 +35,7 @@ def tiny_runner(*, num_token_ids: int = 40, seed: int | None = 0) -> ModelRunner
     return ModelRunner(
         model,
         allocate_kv_cache(CONFIG, num_blocks=17, block_size=4, dtype=torch.float32, device=CPU),
-        SdpaBackend(scale=CONFIG.head_dim**-0.5),
+        SdpaBackend(CONFIG.head_dim**-0.5, torch.float32),
         block_size=4,
         num_token_ids=num_token_ids,
         device=CPU,

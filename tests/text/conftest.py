@@ -45,9 +45,7 @@ def embedded_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def byte_level(embedded_gguf: Path) -> Pair:
-    reference = PreTrainedTokenizerFast.from_pretrained(
-        str(embedded_gguf.parent), gguf_file=embedded_gguf.name
-    )
+    reference = PreTrainedTokenizerFast.from_pretrained(str(embedded_gguf.parent), gguf_file=embedded_gguf.name)
     return Pair(Tokenizer.from_gguf(embedded_gguf), reference)
 
 

@@ -33,9 +33,7 @@ def render(source: str | None, messages: list[Any], **kwargs: Any) -> str:
 def test_embedded_template_as_transformers(byte_level: Any, messages: list[Any], generate: bool) -> None:
     ours = byte_level.ours
     assert ours.chat_template is not None
-    text = ChatTemplate(ours.chat_template, ours.special_tokens).render(
-        messages, add_generation_prompt=generate
-    )
+    text = ChatTemplate(ours.chat_template, ours.special_tokens).render(messages, add_generation_prompt=generate)
     reference = byte_level.reference
     assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
     ids = reference.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
@@ -67,9 +65,7 @@ def test_tools_as_transformers(byte_level: Any) -> None:
     source = "{% for t in tools %}{{ t | tojson }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "f", "description": "<größer> & mehr"}}]
     text = ChatTemplate(source, {}).render([USER], tools=tools)
-    assert text == byte_level.reference.apply_chat_template(
-        [USER], chat_template=source, tools=tools, tokenize=False
-    )
+    assert text == byte_level.reference.apply_chat_template([USER], chat_template=source, tools=tools, tokenize=False)
     assert "<größer> & mehr" in text
 
 
@@ -89,9 +85,7 @@ def test_template_that_prints_bos_gives_one(byte_fallback: Any) -> None:
 
 def test_developer_is_system() -> None:
     """Bug: OpenAI's newer name for the system role made templates fail."""
-    assert render(PLAIN, [{"role": "developer", "content": "Be brief."}, USER]).startswith(
-        "[system]Be brief."
-    )
+    assert render(PLAIN, [{"role": "developer", "content": "Be brief."}, USER]).startswith("[system]Be brief.")
 
 
 @pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None}])
@@ -135,9 +129,7 @@ def test_tool_call_arguments_are_an_object(arguments: Any, expected: str) -> Non
 @pytest.mark.parametrize("tool_calls", [None, []])
 def test_no_tool_calls(tool_calls: Any) -> None:
     """Bug: tool_calls null made templates that ask for the key fail."""
-    source = (
-        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id }}{% endif %}ok{% endfor %}"
-    )
+    source = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id }}{% endif %}ok{% endfor %}"
     assert render(source, [{"role": "assistant", "content": "x", "tool_calls": tool_calls}]) == "ok"
 
 

@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from miniserve.text.detokenizer import IncrementalDetokenizer
 from miniserve.text.tokenizer import Tokenizer
 
-SHARED_FIXTURES = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
-)
+SHARED_FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 # The embedded vocabulary lacks a few bytes: six control characters, and those of the planes 4 to 15.
-TEXT = st.text(
-    st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)
-)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF))
 REPLACEMENT = "\ufffd"
 
 

@@ -21,9 +21,7 @@ from miniserve.text.tokenizer import Tokenizer
 
 SHARED_FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 # The embedded vocabulary lacks a few bytes: six control characters, and those of the planes 4 to 15.
-TEXT = st.text(
-    st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)
-)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF))
 TEXTS = [
     "The capital of France is Paris.",
     "  two  spaces, a\ttab\r\nand\n\n\nlines ",
@@ -116,9 +114,7 @@ def test_bos_is_added_only_on_request(byte_fallback: Any) -> None:
     assert byte_fallback.ours.bos_token_id not in byte_fallback.ours.encode("the", add_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    ("token", "expected"), [("<think>", "<think>"), ("lit▁eral", "lit▁eral"), ("▁▁", "  ")]
-)
+@pytest.mark.parametrize(("token", "expected"), [("<think>", "<think>"), ("lit▁eral", "lit▁eral"), ("▁▁", "  ")])
 def test_added_tokens_are_literal_unless_the_vocabulary_spells_them(
     byte_fallback: Any, token: str, expected: str
 ) -> None:
@@ -148,9 +144,7 @@ def test_truncation_of_the_file_does_not_cut_prompts() -> None:
     backend.enable_truncation(4)
     backend.enable_padding(length=32)
     tokenizer = wrap(backend)
-    assert (
-        tokenizer.decode(tokenizer.encode("longer than four", add_special_tokens=True)) == "longer than four"
-    )
+    assert tokenizer.decode(tokenizer.encode("longer than four", add_special_tokens=True)) == "longer than four"
 
 
 @pytest.mark.parametrize(("decoder", "name"), [(decoders.WordPiece(), "WordPiece"), (None, "missing")])
@@ -172,9 +166,7 @@ def test_metaspace_decoder() -> None:
 # Loading
 
 
-def test_folder_loads_without_network(
-    byte_fallback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_loads_without_network(byte_fallback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_fallback.reference.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
     calls: list[object] = []
