@@ -41,16 +41,6 @@ class Linear(nn.Module):
             self.weight = None
 
 
-def unpacked_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T for a weight that has to keep its plain layout: the embedding that is the head too.
-
-    A bf16 product on a CPU re-lays out its right operand, so the large one is put on the left.
-    """
-    if x.shape[0] > 1 and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-        return torch.mm(weight, x.T).T.contiguous()
-    return F.linear(x, weight)
-
-
 def can_pack(weight: Tensor) -> bool:
     """Whether packing exists and pays: bf16 on a CPU, in a PyTorch built with oneDNN that has these operators."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

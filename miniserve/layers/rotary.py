@@ -125,13 +125,13 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack((cos, sin), dim=1) * rope_magnitude(config)
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: int64 [num_tokens] -> cos and sin in `dtype`, each [num_tokens, 1, head_dim], for `rotate_`."""
-        cos, sin = self.table[positions].to(dtype).unbind(dim=1)
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: int64 [num_tokens] -> cos and sin, each fp32 [num_tokens, 1, head_dim], for `rotate_`."""
+        cos, sin = self.table[positions].unbind(dim=1)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn each pair of `heads` [num_tokens, num_heads, head_dim] in place; all in one dtype."""
+    """Turn each pair of `heads` [num_tokens, num_heads, head_dim] in place; rounded to its dtype once, at the end."""
     half_swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-    heads.mul_(cos).addcmul_(half_swapped, sin)
+    heads.copy_(torch.addcmul(heads * cos, half_swapped, sin))

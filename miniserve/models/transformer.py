@@ -10,28 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from miniserve.attention.base import AttentionPlan, LayerKVCache
 from miniserve.layers.attention import Attention
-from miniserve.layers.linear import Linear, parameter, unpacked_linear
+from miniserve.layers.embedding import Embedding, Head, output_logits
+from miniserve.layers.linear import Linear
 from miniserve.layers.mlp import MLP
 from miniserve.layers.norm import RMSNorm
 from miniserve.layers.rotary import RotaryEmbedding
 from miniserve.models.config import ModelConfig
-
-
-class Embedding(nn.Module):
-    """One vector per token id."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: int64 [num_tokens] -> [num_tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
 
 
 class Layer(nn.Module):
@@ -78,9 +66,9 @@ class Transformer(nn.Module):
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, device=device)
         self.layers = nn.ModuleList(Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
-        self.head: Linear | None = None  # None: the embedding matrix serves
+        self.head: Head | None = None  # None: the embedding matrix serves
         if not config.tie_word_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+            self.head = Head(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, caches: Sequence[LayerKVCache]
@@ -96,16 +84,15 @@ class Transformer(nn.Module):
             fp32 [num_tokens, hidden_size], before the final norm.
         """
         hidden: Tensor = self.embed(token_ids).float()
-        rope = self.rotary(positions, self.dtype)
+        rope = self.rotary(positions)
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = layer(hidden, rope, plan, cache)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
-        normed = self.norm(hidden, self.dtype)
-        logits = unpacked_linear(normed, self.embed.weight) if self.head is None else self.head(normed)
-        return logits.float()
+        head = self.embed if self.head is None else self.head
+        return output_logits(self.norm(hidden, self.dtype), head.weight)
 
     def pack(self) -> None:
         """After loading: let each linear layer take the layout its device multiplies fastest."""

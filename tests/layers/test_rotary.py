@@ -100,7 +100,7 @@ def test_rotate_is_multiplication_by_a_unit_number(name: str) -> None:
     rotary = RotaryEmbedding(config, 16, 64, device=CPU)
     heads = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 5, 63])
-    cos, sin = rotary(positions, torch.float32)
+    cos, sin = rotary(positions)
     assert cos.shape == sin.shape == (3, 1, 16) and cos.dtype == sin.dtype == torch.float32
     angles = torch.outer(positions.double(), rope_frequencies(config, 16).double())
     expected = as_complex(heads) * torch.polar(torch.full_like(angles, rope_magnitude(config)), angles)[:, None, :]
@@ -114,22 +114,21 @@ def test_scores_depend_on_the_distance_only() -> None:
 
     def score(query_position: int, key_position: int) -> float:
         turned_query, turned_key = query[None].clone(), key[None].clone()
-        rotate_(turned_query, *rotary(torch.tensor([query_position]), torch.float32))
-        rotate_(turned_key, *rotary(torch.tensor([key_position]), torch.float32))
+        rotate_(turned_query, *rotary(torch.tensor([query_position])))
+        rotate_(turned_key, *rotary(torch.tensor([key_position])))
         return float((turned_query * turned_key).sum())
 
     assert score(7, 3) == pytest.approx(score(204, 200), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 5), abs=1e-2)
 
 
-def test_bf16_heads_far_from_the_start() -> None:
-    """The angle is fp32 until its cosine is taken: a bf16 position would be off by many turns here."""
+def test_bf16_heads_are_turned_in_fp32() -> None:
     rotary = RotaryEmbedding(RopeConfig(), 16, 4096, device=CPU)
     heads = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    positions, exact = torch.tensor([4000, 4095]), heads.float()
-    rotate_(heads, *rotary(positions, torch.bfloat16))
-    rotate_(exact, *rotary(positions, torch.float32))
-    torch.testing.assert_close(heads.float(), exact, atol=0.03, rtol=0.02)
+    rope, exact = rotary(torch.tensor([4000, 4095])), heads.float()
+    rotate_(heads, *rope)
+    rotate_(exact, *rope)
+    assert torch.equal(heads, exact.bfloat16())
 
 
 def test_the_table_is_no_weight() -> None:
