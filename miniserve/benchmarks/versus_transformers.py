@@ -4,15 +4,18 @@
 
 Both decode greedily, exactly --max-tokens tokens a prompt. transformers gets plain weights, SDPA attention and left
 padding, which is its fastest way on a CPU; miniserve runs without its prefix cache, which would know the prompts from
-the second repetition on. The arms alternate, and medians are compared, because a shared machine drifts.
+the second repetition on. Each arm has a process of its own; they take turns, and medians are compared, because a
+shared machine drifts.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,20 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from miniserve import LLM, SamplingParams
+from miniserve import LLM, SamplingParams, platform
 from miniserve.benchmarks.prompts import conversations
+from miniserve.config import EngineConfig
+from miniserve.engine.build import load_tokenizer
 from miniserve.models.checkpoint import open_checkpoint
+from miniserve.text.chat_template import ChatTemplate
 
 Arm = Callable[[list[list[int]]], int]  # prompts -> number of generated tokens
 
 
-def transformers_arm(model_name: str, dtype: torch.dtype, max_tokens: int) -> Arm:
+def transformers_arm(model_name: str, dtype: str, max_tokens: int) -> Arm:
     """Static batching: pad all prompts to the longest, generate until the last one is done."""
     path = open_checkpoint(model_name).path
-    generate: Any = _load_reference(path, dtype).generate
+    generate: Any = _load_reference(path, getattr(torch, dtype)).generate
 
     def run(prompts: list[list[int]]) -> int:
         width = max(map(len, prompts))
@@ -60,8 +66,9 @@ def _load_reference(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def miniserve_arm(llm: LLM, max_tokens: int) -> Arm:
+def miniserve_arm(model_name: str, dtype: str, max_tokens: int, max_num_seqs: int) -> Arm:
     """Continuous batching through the paged engine."""
+    llm = LLM(model_name, dtype=dtype, device="cpu", max_num_seqs=max_num_seqs, prefix_caching=False)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
     def run(prompts: list[list[int]]) -> int:
@@ -70,47 +77,76 @@ def miniserve_arm(llm: LLM, max_tokens: int) -> Arm:
     return run
 
 
-def measure(arms: dict[str, Arm], prompts: list[list[int]], repeat: int) -> dict[str, list[float]]:
+# Each arm lives in a process of its own: neither sees the other's memory settings or threads.
+
+
+class Worker:
+    """One arm in its own process, idle unless it is asked to run."""
+
+    def __init__(self, arm: Callable[..., Arm], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, arm, arguments), daemon=True)
+        self._process.start()
+
+    def run(self, prompts: list[list[int]]) -> float:
+        """Output tokens per second of one run over `prompts`."""
+        self._pipe.send(prompts)
+        speed: float = self._pipe.recv()
+        return speed
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(pipe: Connection, arm: Callable[..., Arm], arguments: tuple[object, ...]) -> None:
+    run = arm(*arguments)
+    while (prompts := pipe.recv()) is not None:
+        start = time.perf_counter()
+        num_tokens = run(prompts)
+        pipe.send(num_tokens / (time.perf_counter() - start))
+
+
+def measure(workers: dict[str, Worker], prompts: list[list[int]], repeat: int) -> dict[str, list[float]]:
     """Tokens per second of each arm, once per repetition, after one warm-up run each."""
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
-    for repetition in range(repeat + 1):
-        for name, arm in arms.items():
-            start = time.perf_counter()
-            num_tokens = arm(prompts)
-            if repetition > 0:
-                speeds[name].append(num_tokens / (time.perf_counter() - start))
-    return speeds
+    for worker in workers.values():
+        worker.run(prompts)
+    rounds = [{name: worker.run(prompts) for name, worker in workers.items()} for _ in range(repeat)]
+    return {name: [speeds[name] for speeds in rounds] for name in workers}
 
 
 def main() -> None:
     """Print one table: a batch, then a single stream."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as the engine chooses")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
 
-    llm = LLM(args.model, dtype=args.dtype, device="cpu", max_num_seqs=args.num_prompts, prefix_caching=False)
-    dtype: torch.dtype = getattr(torch, llm.parts.resolved.dtype)
-    arms = {
-        "transformers": transformers_arm(args.model, dtype, args.max_tokens),
-        "miniserve": miniserve_arm(llm, args.max_tokens),
+    dtype = args.dtype or platform.detect().native_dtype("cpu")
+    tokenizer = load_tokenizer(EngineConfig(model=args.model), open_checkpoint(args.model))
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    texts = [template.render(messages) for messages in conversations(args.num_prompts)]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    workers = {
+        "transformers": Worker(transformers_arm, args.model, dtype, args.max_tokens),
+        "miniserve": Worker(miniserve_arm, args.model, dtype, args.max_tokens, args.num_prompts),
     }
-    prompts = [request.token_ids for request in llm.chat_requests(conversations(args.num_prompts))]
-    table = Table("prompts", "arm", "out tok/s (median)", "min", "max", "ratio")
+    table = Table("prompts", "arm", "out tok/s (median)", "min", "max", "ratio", title=f"{args.model}, {dtype}, cpu")
     for batch in (prompts, prompts[1:2]):
-        speeds = measure(arms, batch, args.repeat)
+        speeds = measure(workers, batch, args.repeat)
         base = statistics.median(speeds["transformers"])
         for name, values in speeds.items():
             median = statistics.median(values)
             row = (median, min(values), max(values))
             table.add_row(str(len(batch)), name, *(f"{value:.1f}" for value in row), f"{median / base:.2f}")
-    console = Console()
-    for line in llm.parts.summary:
-        console.print(line, highlight=False)
-    console.print(table)
+    for worker in workers.values():
+        worker.stop()
+    Console().print(table)
 
 
 if __name__ == "__main__":
