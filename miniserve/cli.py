@@ -171,7 +171,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def _generate(args: argparse.Namespace) -> int:
     config = engine_config(args)
     sampling = _sampling_flags(args)
-    prompts = [_read_stdin() if prompt == "-" else prompt for prompt in args.prompts]
+    prompts = [_checked_text(_read_stdin() if prompt == "-" else prompt) for prompt in args.prompts]
     llm = _load(config)
     requests = _requests(args, llm, prompts, llm.default_sampling_params(**sampling))
     if args.json:
@@ -202,6 +202,17 @@ def _sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     except InvalidParameterError as error:
         raise ConfigError(f"{flag_name(error.param or '')}: {error}") from None
     return sampling
+
+
+def _checked_text(prompt: str) -> str:
+    """Refuse what no model can take before one is loaded. Bytes that are not UTF-8 arrive as lone surrogates."""
+    if not prompt:
+        raise ConfigError("the prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8: see character {error.start}") from None
+    return prompt
 
 
 def _read_stdin() -> str:

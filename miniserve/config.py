@@ -127,8 +127,8 @@ class EngineConfig:
 
     def _check_at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{flag_name(name)} must be at least {low}, got {value}")
+        if value is not None and (not isinstance(value, int) or value < low):
+            raise ConfigError(f"{flag_name(name)} must be an integer of at least {low}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +195,7 @@ def num_kv_blocks(asked: EngineConfig, resolved: ResolvedConfig, *, bytes_per_bl
         ConfigError: not even two blocks fit.
     """
     if asked.num_kv_blocks is not None:
+        _check_affordable(asked.num_kv_blocks, bytes_per_block, free_bytes)
         return asked.num_kv_blocks
     affordable = int(free_bytes * asked.gpu_memory_utilization) // bytes_per_block
     blocks_per_request = -(-resolved.max_model_len // resolved.block_size)
@@ -206,6 +207,14 @@ def num_kv_blocks(asked: EngineConfig, resolved: ResolvedConfig, *, bytes_per_bl
             "--gpu-memory-utilization, or lower --block-size"
         )
     return blocks
+
+
+def _check_affordable(num_blocks: int, bytes_per_block: int, free_bytes: int) -> None:
+    if num_blocks * bytes_per_block > free_bytes:
+        raise ConfigError(
+            f"--num-kv-blocks {num_blocks} takes {num_blocks * bytes_per_block / 1e9:.1f} GB and "
+            f"{free_bytes / 1e9:.1f} GB are free: ask for at most {free_bytes // bytes_per_block}"
+        )
 
 
 def flag_name(field_name: str) -> str:

@@ -54,13 +54,14 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), (tuple, list)):
+                raise InvalidParameterError(f"{name} must be a tuple or a list", param=name)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
         self._check_stop_strings()
 
     def _check_stop_strings(self) -> None:
-        if isinstance(self.stop, str):
-            raise InvalidParameterError("stop must be a sequence of strings, not one string", param="stop")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidParameterError(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"

@@ -186,7 +186,15 @@ def test_an_error_of_many_lines_becomes_one(run: Run, folder: str, tmp_path: Pat
     check_refusal(run("generate", "-p", "hi", "--model", str(tmp_path)), "tokenizer")
 
 
-@pytest.mark.parametrize(("argv", "name"), [(("-p", ""), "empty"), (("-p", "x" * 5000), "context")])
+@pytest.mark.parametrize(("prompt", "name"), [("", "empty"), ("a\udcffb", "not UTF-8")])
+def test_a_prompt_that_no_model_can_take(generate: Run, prompt: str, name: str) -> None:
+    """Bug: it was refused only after the model was loaded."""
+    result = generate("-p", prompt, "--model", "no such model")
+    assert (result.code, result.out) == (2, "")
+    assert name in result.err and len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("argv", "name"), [(("-p", "x" * 5000), "context")])
 def test_a_request_that_is_refused(generate: Run, argv: tuple[str, ...], name: str) -> None:
     """The model is there, the prompt is wrong: exit code 1."""
     result = generate(*argv)

@@ -200,7 +200,13 @@ def test_pool_is_no_larger_than_all_requests_need() -> None:
 
 
 def test_exact_pool() -> None:
-    assert blocks(free_bytes=0, num_kv_blocks=7) == 7
+    assert blocks(free_bytes=7000, num_kv_blocks=7) == 7
+
+
+def test_an_exact_pool_that_does_not_fit() -> None:
+    """Bug: it ended in a traceback of the allocator."""
+    with pytest.raises(ConfigError, match=r"--num-kv-blocks 8 takes .* ask for at most 7"):
+        blocks(free_bytes=7999, num_kv_blocks=8)
 
 
 def test_no_room_for_a_pool() -> None:

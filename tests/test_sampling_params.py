@@ -95,3 +95,11 @@ def test_the_message_has_the_value_and_the_limits() -> None:
 )
 def test_greedy(params: dict[str, Any], greedy: bool) -> None:
     assert SamplingParams(**params).greedy is greedy
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+@pytest.mark.parametrize("value", [5, "x", None])
+def test_a_list_of_a_wrong_type(name: str, value: object) -> None:
+    with pytest.raises(InvalidParameterError) as error:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert error.value.param == name

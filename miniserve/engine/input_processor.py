@@ -45,6 +45,10 @@ class InputProcessor:
         Raises:
             InvalidParameterError, ContextLengthError: the request is wrong; see the message.
         """
+        if not isinstance(prompt, (str, Sequence)):
+            raise InvalidParameterError(
+                f"a prompt must be text or a list of token ids, got {type(prompt).__name__}", param="prompt"
+            )
         if isinstance(prompt, str):
             return self._request(request_id, self.tokenizer.encode(prompt, add_special_tokens=True), sampling)
         token_ids = list(prompt)

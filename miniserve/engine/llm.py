@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Any
@@ -33,6 +34,7 @@ class LLM:
     def __init__(self, model: str, *, progress: LoadProgress | None = None, **options: Any) -> None:
         self._parts = build_engine(EngineConfig(model=model, **options), progress=progress)
         self._ids = count()
+        self._inboxes: dict[str, deque[EngineOutput]] = {}  # where the outputs of each request in flight go
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> LLM:
@@ -40,6 +42,7 @@ class LLM:
         llm = cls.__new__(cls)
         llm._parts = parts
         llm._ids = count()
+        llm._inboxes = {}
         return llm
 
     @property
@@ -92,6 +95,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
         """Checked requests for `stream`, one a conversation."""
+        if isinstance(conversations, str) or not isinstance(conversations, Sequence):
+            raise InvalidParameterError(
+                "messages must be a list of messages, each with role and content", param="messages"
+            )
         is_one = bool(conversations) and hasattr(conversations[0], "get")
         batch: Sequence[Any] = [conversations] if is_one else conversations
         processor = self._parts.input_processor
@@ -99,16 +106,34 @@ class LLM:
         return [processor.process_chat(self._next_id(), messages, params) for messages, params in pairs]
 
     def stream(self, requests: Sequence[Request]) -> Generator[EngineOutput, None, None]:
-        """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest."""
+        """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest.
+
+        Several streams may be open: each step serves the requests of all, and each stream yields its own.
+        """
         engine = self._parts.engine
+        inbox: deque[EngineOutput] = deque()
+        num_unfinished = len(requests)
         try:
             for request in requests:
                 engine.add(request)
-            while engine.has_work:
-                yield from engine.step()
+                self._inboxes[request.request_id] = inbox
+            while num_unfinished > 0:
+                if not inbox and not engine.has_work:
+                    return  # the rest was aborted from outside
+                if not inbox:
+                    self._step()
+                    continue
+                output = inbox.popleft()
+                num_unfinished -= output.finish_reason is not None
+                yield output
         finally:
             for request in requests:
                 engine.abort(request.request_id)
+                self._inboxes.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        for output in self._parts.engine.step():
+            self._inboxes[output.request_id].append(output)
 
     def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run the requests as one batch to their end; outputs in their order."""
@@ -130,6 +155,10 @@ class LLM:
             sampling = self.default_sampling_params()
         if isinstance(sampling, SamplingParams):
             return [sampling] * number
+        if isinstance(sampling, str) or not all(isinstance(params, SamplingParams) for params in sampling):
+            raise InvalidParameterError(
+                "sampling must be SamplingParams, one for all prompts or one each", param="sampling"
+            )
         if len(sampling) != number:
             raise InvalidParameterError(
                 f"{number} prompts and {len(sampling)} sampling parameters: give one for all, or one each",
@@ -142,6 +171,8 @@ class LLM:
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if not isinstance(prompts, Sequence):
+        raise InvalidParameterError(f"prompts must be text or lists, got {type(prompts).__name__}", param="prompt")
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 

@@ -163,3 +163,36 @@ def test_the_second_request_hits_the_prefix_cache() -> None:
     first, second = (llm.generate("x" * 9)[0] for _ in range(2))
     assert (first.text, second.text) == ("Hello world", "Hello world")
     assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 8)
+
+
+def test_two_open_streams_get_their_own_outputs() -> None:
+    """Bug: a step served the requests of both, and the stream that stepped took the other's outputs for its own."""
+    llm = make_llm([*tokens("aaaa"), EOS], HELLO)
+    stream = llm.stream(llm.prompt_requests("x"))
+    texts = [next(stream).text]
+    [other] = llm.generate("y")
+    assert other.text == "Hello world"
+    texts += [output.text for output in stream]
+    assert "".join(texts) == "aaaa"
+    assert not llm.parts.engine.has_work
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], [3.5]])
+def test_prompts_of_a_wrong_type(prompts: Any) -> None:
+    with pytest.raises(InvalidParameterError) as error:
+        make_llm(HELLO).generate(prompts)
+    assert error.value.param == "prompt"
+
+
+@pytest.mark.parametrize("sampling", ["x", [None]])
+def test_sampling_of_a_wrong_type(sampling: Any) -> None:
+    with pytest.raises(InvalidParameterError) as error:
+        make_llm(HELLO).generate("abc", sampling)
+    assert error.value.param == "sampling"
+
+
+@pytest.mark.parametrize("messages", ["hi", None, 5])
+def test_messages_of_a_wrong_type(messages: Any) -> None:
+    with pytest.raises(InvalidParameterError) as error:
+        make_llm(HELLO).chat(messages)
+    assert error.value.param == "messages"
