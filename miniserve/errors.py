@@ -7,9 +7,16 @@
     │       ├── CheckpointError           a file or a tensor is missing, damaged or misshapen
     │       ├── HubError                  the model hub cannot be reached or says no
     │       └── UnsupportedModelError     an architecture or a feature that is not implemented
-    └── RequestError                400   one request is wrong; others are not touched
-        ├── InvalidParameterError         a sampling parameter or a prompt is out of range
-        └── ContextLengthError            the prompt (and its output) do not fit
+    ├── RequestError                400   one request is wrong; others are not touched
+    │   ├── InvalidParameterError         a field is malformed or out of range
+    │   ├── UnsupportedParameterError     a field that would change the answer and is not implemented
+    │   ├── ContextLengthError            the prompt (and its output) do not fit
+    │   ├── AuthenticationError     401   no key, or a wrong one
+    │   ├── ModelNotFoundError      404   a model that is not served here
+    │   ├── RequestTooLargeError    413   the body is over the limit
+    │   └── QueueFullError          429   too many requests wait already
+    ├── EngineUnavailableError      503   loading, shutting down, or dead
+    └── InternalError               500   our fault: a request that the engine could not finish
 
 The message always says what was wrong, with the value, and what to do about it.
 """
@@ -23,6 +30,9 @@ class MiniserveError(Exception):
     """Base of all errors raised on purpose."""
 
     status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"  # OpenAI's error type and code
+    code: ClassVar[str | None] = "internal_error"
+    param: str | None = None
 
 
 class StartupError(MiniserveError):
@@ -50,12 +60,10 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class RequestError(MiniserveError):
-    """One request is wrong.
-
-    `param` names the request field at fault, `code` is OpenAI's error code, both may be None.
-    """
+    """One request is wrong. `param` names the request field at fault, where it is one."""
 
     status: ClassVar[int] = 400
+    type: ClassVar[str] = "invalid_request_error"
     code: ClassVar[str | None] = "invalid_value"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -64,10 +72,57 @@ class RequestError(MiniserveError):
 
 
 class InvalidParameterError(RequestError):
-    """A sampling parameter or a prompt is out of range."""
+    """A field is malformed or out of range."""
+
+
+class UnsupportedParameterError(RequestError):
+    """A field that would change the answer and is not implemented: refused, never ignored."""
+
+    code: ClassVar[str | None] = "unsupported_parameter"
 
 
 class ContextLengthError(RequestError):
     """The prompt, or the prompt and its output, do not fit into the context or the KV cache."""
 
     code: ClassVar[str | None] = "context_length_exceeded"
+
+
+class AuthenticationError(RequestError):
+    """No API key, or a wrong one."""
+
+    status: ClassVar[int] = 401
+    type: ClassVar[str] = "authentication_error"
+    code: ClassVar[str | None] = "invalid_api_key"
+
+
+class ModelNotFoundError(RequestError):
+    """A model that is not served here."""
+
+    status: ClassVar[int] = 404
+    code: ClassVar[str | None] = "model_not_found"
+
+
+class RequestTooLargeError(RequestError):
+    """The body is over the limit."""
+
+    status: ClassVar[int] = 413
+    code: ClassVar[str | None] = "request_too_large"
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already; later there may be room."""
+
+    status: ClassVar[int] = 429
+    type: ClassVar[str] = "rate_limit_error"
+    code: ClassVar[str | None] = "queue_full"
+
+
+class EngineUnavailableError(MiniserveError):
+    """The engine is loading, shutting down or dead."""
+
+    status: ClassVar[int] = 503
+    code: ClassVar[str | None] = "engine_unavailable"
+
+
+class InternalError(MiniserveError):
+    """Our fault: the engine could not finish a request."""

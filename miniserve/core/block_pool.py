@@ -14,10 +14,14 @@ from miniserve.errors import ConfigError
 
 @dataclass(slots=True)
 class _Block:
-    """`prev` and `next` are block ids in the free list, and mean nothing while the block is held."""
+    """`prev` and `next` are block ids in the free list, and mean nothing while the block is held.
+
+    `suspect`: its memory may hold NaN, which reaches even those who read it with weight 0.
+    """
 
     ref_count: int = 0
     hash: bytes | None = None
+    suspect: bool = False
     prev: int = 0
     next: int = 0
 
@@ -48,6 +52,7 @@ class BlockPool:
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._block_of_hash: dict[bytes, int] = {}
         self._num_free = 0
+        self._to_clear: list[int] = []
         for block_id in range(1, num_blocks):
             self._insert_free(block_id, before=0)
 
@@ -106,6 +111,24 @@ class BlockPool:
         block.hash = block_hash
         self._block_of_hash.setdefault(block_hash, block_id)
 
+    def suspect(self, block_ids: Sequence[int]) -> None:
+        """Have the memory of these blocks cleared before its next use: nobody knows whether it holds numbers."""
+        for block_id in block_ids:
+            self._blocks[block_id].suspect = True
+
+    def take_blocks_to_clear(self) -> tuple[int, ...]:
+        """The suspect blocks among those that were allocated since the last call."""
+        block_ids = tuple(self._to_clear)
+        self._to_clear.clear()
+        return block_ids
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Let nobody find the content of these blocks again: it may be wrong. Who holds them goes on."""
+        for block_id in block_ids:
+            block_hash = self._blocks[block_id].hash
+            if block_hash is not None and self._is_findable(block_id):
+                del self._block_of_hash[block_hash]
+
     def is_free(self, block_id: int) -> bool:
         """Whether nobody holds the block."""
         return self._blocks[block_id].ref_count == 0
@@ -142,6 +165,9 @@ class BlockPool:
             assert block.hash is not None
             del self._block_of_hash[block.hash]
         block.hash = None
+        if block.suspect:
+            block.suspect = False
+            self._to_clear.append(block_id)
         return block_id
 
     def _is_findable(self, block_id: int) -> bool:

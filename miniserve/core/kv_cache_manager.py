@@ -19,7 +19,7 @@ class KVCacheManager:
 
     Attributes:
         num_prefix_query_tokens: tokens of the prompts that asked the prefix cache, each at its first admission
-            only: a request that waits, or resumes after a preemption, does not ask again for the statistics.
+            only: a request that waits, resumes after a preemption, or is a fork does not ask for the statistics.
         num_prefix_hit_tokens: how many of those the prefix cache had.
     """
 
@@ -48,8 +48,10 @@ class KVCacheManager:
         Whole blocks only, and at least one token is left to compute: its logits give the next token. Changes
         nothing in the pool: the blocks are the caller's only once `allocate` has taken them.
         """
-        if not self.prefix_caching:
+        if not request.reads_prefix_cache:
             return []
+        if not self.prefix_caching:
+            return self._blocks_of_parent(request)
         block_ids = []
         for index in range((request.num_tokens - 1) // self.block_size):
             block_id = self.pool.lookup(self._block_hash(request, index))
@@ -89,10 +91,25 @@ class KVCacheManager:
                 break  # and so is every block before it
             self.pool.register(block_id, self._block_hash(request, index))
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find or read the KV of a request that went wrong."""
+        self.pool.forget(request.block_ids)
+        self.pool.suspect(request.block_ids)
+
     def free(self, request: Request) -> None:
         """Take back all blocks of the request. What they hold can be found until they are used again."""
+        if request.num_output_tokens == 0:  # no token came out of this KV that would show it to be sound
+            self.pool.suspect(request.block_ids)
         self.pool.free(request.block_ids)
         request.block_ids = []  # a new list: the old one may be part of a step that is on its way
+
+    def _blocks_of_parent(self, request: Request) -> list[int]:
+        """What a fork shares without a prefix cache: the computed whole blocks of the prompt that its parent holds."""
+        parent = request.parent
+        if parent is None:
+            return []
+        num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1, parent.num_computed_tokens)
+        return parent.block_ids[: num_tokens // self.block_size]
 
     def _block_hash(self, request: Request, index: int) -> bytes:
         """The hash of a whole block of the request, computed once: tokens are never changed."""
@@ -104,6 +121,7 @@ class KVCacheManager:
         return hashes[index]
 
     def _count_query(self, request: Request, num_cached_blocks: int) -> None:
-        if self.prefix_caching and request.num_preemptions == 0:
+        is_first = request.num_preemptions == 0 and not request.is_fork
+        if self.prefix_caching and is_first and request.reads_prefix_cache:
             self.num_prefix_query_tokens += request.num_prompt_tokens
             self.num_prefix_hit_tokens += num_cached_blocks * self.block_size

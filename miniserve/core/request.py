@@ -12,7 +12,7 @@ from miniserve.sampling_params import SamplingParams
 class RequestStatus(Enum):
     """Where a request is in its life."""
 
-    WAITING = auto()  # in the queue, never run or preempted
+    WAITING = auto()  # in the queue, never run or preempted; or a fork that waits for its parent
     RUNNING = auto()  # holds KV blocks
     FINISHED = auto()
 
@@ -28,6 +28,7 @@ class Request:
         block_ids: the KV blocks held, in token order.
         block_hashes: chained hashes of the whole blocks of `token_ids`, computed once each.
         cache_salt: mixed into the block hashes: requests share prefixes only under the same salt.
+        parent: the request of the same prompt whose computation this one waits for, to share it; None for most.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: bytes = b""
+    parent: Request | None = None
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -57,3 +59,13 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether it is another choice of its parent's prompt: the prompt is counted there."""
+        return self.parent is not None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand for its tokens: not while its prompt's logprobs have to be computed."""
+        return self.sampling.prompt_logprobs is None or self.num_output_tokens > 0

@@ -10,20 +10,42 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request, RequestStatus
-from miniserve.core.schedule import RunnerOutput, ScheduledRequest, SchedulerOutput
+from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.errors import ConfigError, ContextLengthError, InvalidParameterError
-from miniserve.outputs import FinishReason
+from miniserve.outputs import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNews:
+    """What `Scheduler.update` took in for one request; the `Request` itself has changed already.
+
+    Attributes:
+        token_ids, logprobs: of the tokens that were appended, up to the one that ended the request.
+        prompt_logprobs: as the runner gave them; the first belongs to the prompt token at `prompt_start`.
+        error: why the runner could not go on with it: the request has ended with `FinishReason.ERROR`.
+    """
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_start: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 class Scheduler:
     """Continuous batching, first come first served, over a paged KV cache.
 
-    `running` and then `waiting` hold the requests in order of arrival, always: a preempted request is the newest
+    `running` and then `waiting` hold the requests in one order, that of arrival: a preempted request is the newest
     running one, and goes to the front of the queue. So the oldest request is computed in every step (it may take
     the blocks of all others, and is never longer than the pool), and every request becomes the oldest in time.
+
+    Forks, further choices of one prompt, wait beside the queue until their parent has computed it; then they go to the
+    queue's front, where they find it done. Nobody else ever gets in front of a request.
 
     Attributes:
         num_preemptions: how often a request lost its blocks, over all requests so far.
@@ -51,6 +73,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
+        self._forks: dict[Request, list[Request]] = {}  # those that still wait for their parent
 
     @property
     def has_work(self) -> bool:
@@ -64,22 +87,30 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, new or preempted."""
-        return len(self._waiting)
+        """Requests that hold no KV blocks: new or preempted ones, and forks that wait for their parent."""
+        return len(self._requests) - len(self._running)
 
-    def add(self, request: Request) -> None:
-        """Put a new request at the end of the queue.
+    def add(self, request: Request, forks: Sequence[Request] = ()) -> None:
+        """Put a new request at the end of the queue, and let its forks, of the same prompt, wait for it.
 
         Raises:
             ContextLengthError: the prompt and one output token can never fit.
-            InvalidParameterError: the prompt is empty, or the id is in use.
+            InvalidParameterError: the prompt is empty, or an id is in use. Nothing was added then.
         """
-        assert request.status is RequestStatus.WAITING and not request.block_ids, "a request is added once"
-        if request.request_id in self._requests:
-            raise InvalidParameterError(f"request id {request.request_id!r} is in use", param="request_id")
+        choices = {choice.request_id: choice for choice in (request, *forks)}
+        assert all(choice.status is RequestStatus.WAITING for choice in choices.values()), "a request is added once"
+        in_use = self._requests.keys() & choices
+        if in_use or len(choices) != 1 + len(forks):
+            request_id = min(in_use, default=request.request_id)
+            raise InvalidParameterError(f"request id {request_id!r} is in use", param="request_id")
         self._check_length(request.num_prompt_tokens)
-        self._requests[request.request_id] = request
+        self._requests.update(choices)
         self._waiting.append(request)
+        for fork in forks:
+            assert fork.token_ids == request.token_ids and fork.cache_salt == request.cache_salt
+            fork.parent = request
+        if forks:
+            self._forks[request] = list(forks)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request, waiting or running, at once. None: it is not here, or has finished already."""
@@ -108,24 +139,31 @@ class Scheduler:
         # What a preemption freed is for those who run: a newcomer would take it and be the next to lose it.
         if not preempted:
             self._admit_waiting(scheduled, budget)
-        return SchedulerOutput(tuple(scheduled), tuple(request.request_id for request in preempted))
+        return SchedulerOutput(
+            tuple(scheduled),
+            preempted_ids=tuple(request.request_id for request in preempted),
+            blocks_to_clear=self.kv.pool.take_blocks_to_clear(),
+        )
 
-    def update(self, output: SchedulerOutput, runner_output: RunnerOutput) -> list[tuple[Request, tuple[int, ...]]]:
-        """Take in what the runner computed for `output`: the new tokens of each request that got some, in order.
+    def update(self, output: SchedulerOutput, runner_output: RunnerOutput) -> list[RequestNews]:
+        """Take in what the runner computed for `output`.
 
         Tokens after the one that ends a request are dropped. Requests that ended since `schedule` are skipped.
+
+        Returns:
+            In the order of the step, the news of each request that got tokens, prompt logprobs or an error, or ended.
         """
-        news = []
-        for item, sampled in zip(output.scheduled, runner_output.token_ids, strict=True):
+        news: list[RequestNews] = []
+        released: list[Request] = []
+        for item, result in zip(output.scheduled, runner_output.results, strict=True):
             request = self._requests.get(item.request_id)
             # The id may be back already, with a new request behind it: the token list tells them apart.
             if request is None or request.token_ids is not item.token_ids:
                 continue
-            request.num_computed_tokens = item.end
-            self.kv.cache_computed_blocks(request)
-            token_ids = self._append_tokens(request, sampled)
-            if token_ids:
-                news.append((request, token_ids))
+            if result.error is not None or item.end >= request.num_prompt_tokens:
+                released += self._forks.pop(request, ())  # there is nothing to wait for any more
+            news += self._take_in(request, item, result)
+        self._waiting.extendleft(reversed(released))
         return news
 
     def _check_length(self, num_prompt_tokens: int) -> None:
@@ -195,20 +233,46 @@ class Scheduler:
             scheduled.append(_scheduled(request, num_new_tokens))
             budget -= num_new_tokens
 
+    def _take_in(self, request: Request, item: ScheduledRequest, result: RunnerResult) -> list[RequestNews]:
+        """The news of one request, if there are any: a part of a prompt is none."""
+        if result.error is not None:
+            # Nobody looks at the KV of a part of a prompt: what went wrong may have begun in an earlier step.
+            self.kv.forget(request)
+            self.finish(request, FinishReason.ERROR)
+            return [RequestNews(request, error=result.error)]
+        request.num_computed_tokens = item.end
+        self.kv.cache_computed_blocks(request)
+        token_ids = self._append_tokens(request, result.token_ids)
+        if not token_ids and not result.prompt_logprobs and request.status is not RequestStatus.FINISHED:
+            return []
+        return [
+            RequestNews(
+                request,
+                token_ids,
+                logprobs=result.logprobs[: len(token_ids)],
+                prompt_start=item.start + 1 if result.prompt_logprobs else 0,
+                prompt_logprobs=result.prompt_logprobs,
+            )
+        ]
+
     def _append_tokens(self, request: Request, sampled: Sequence[int]) -> tuple[int, ...]:
         """Append one by one until one ends the request. Returns those appended."""
+        if sampled and request.sampling.max_tokens == 0:  # only the prompt was wanted
+            self.finish(request, FinishReason.LENGTH)
+            return ()
         for count, token_id in enumerate(sampled, start=1):
+            can_stop = request.num_output_tokens >= request.sampling.min_tokens
             request.token_ids.append(token_id)
-            self._finish_if_over(request, token_id)
+            self._finish_if_over(request, token_id, can_stop)
             if request.status is RequestStatus.FINISHED:
                 return tuple(sampled[:count])
         return tuple(sampled)
 
-    def _finish_if_over(self, request: Request, token_id: int) -> None:
+    def _finish_if_over(self, request: Request, token_id: int, can_stop: bool) -> None:
         sampling = request.sampling
-        if token_id in request.eos_token_ids and not sampling.ignore_eos:
+        if can_stop and token_id in request.eos_token_ids and not sampling.ignore_eos:
             self.finish(request, FinishReason.STOP)
-        elif token_id in sampling.stop_token_ids:
+        elif can_stop and token_id in sampling.stop_token_ids:
             self.finish(request, FinishReason.STOP, token_id)
         elif request.num_output_tokens == sampling.max_tokens or request.num_tokens >= self._max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
@@ -222,14 +286,29 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self._waiting.extendleft(reversed(self._forks.pop(request, ())))
+        elif request in self._waiting:
+            place = self._waiting.index(request)
+            del self._waiting[place]
+            for fork in reversed(self._forks.pop(request, ())):
+                self._waiting.insert(place, fork)
         else:
-            self._waiting.remove(request)
+            self._remove_waiting_fork(request)
         self.kv.free(request)
+
+    def _remove_waiting_fork(self, fork: Request) -> None:
+        assert fork.parent is not None, "who neither runs nor queues waits for its parent"
+        forks = self._forks[fork.parent]
+        forks.remove(fork)
+        if not forks:
+            del self._forks[fork.parent]
 
 
 def _scheduled(request: Request, num_new_tokens: int) -> ScheduledRequest:
     start = request.num_computed_tokens
     end = start + num_new_tokens
+    samples = end == request.num_tokens
+    wants_prompt_logprobs = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
     return ScheduledRequest(
         request_id=request.request_id,
         token_ids=request.token_ids,
@@ -238,5 +317,16 @@ def _scheduled(request: Request, num_new_tokens: int) -> ScheduledRequest:
         block_ids=request.block_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
-        samples=end == request.num_tokens,
+        samples=samples,
+        banned_ids=_banned_ids(request) if samples else frozenset(),
+        wants_prompt_logprobs=wants_prompt_logprobs,
     )
+
+
+def _banned_ids(request: Request) -> frozenset[int]:
+    """The tokens that would end the request, while it has fewer than `min_tokens`."""
+    sampling = request.sampling
+    if request.num_output_tokens >= sampling.min_tokens:
+        return frozenset()
+    eos_token_ids = frozenset() if sampling.ignore_eos else request.eos_token_ids
+    return eos_token_ids.union(sampling.stop_token_ids)

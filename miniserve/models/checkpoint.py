@@ -37,6 +37,7 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,7 @@ def _generation_defaults(generation: Fields) -> GenerationDefaults:
         top_p=generation.optional_number("top_p"),
         top_k=None if top_k is None else int(top_k),
         min_p=generation.optional_number("min_p"),
+        repetition_penalty=generation.optional_number("repetition_penalty"),
     )
 
 

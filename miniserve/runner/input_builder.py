@@ -22,19 +22,22 @@ class ModelInput:
         token_ids, positions: int64 [num_tokens], the new tokens of one request after the other.
         metadata: where their KV goes and what they attend to.
         sample_rows: int64 [num_samples], the token of each sampling request whose logits are needed.
+        first_rows: where on the token axis each scheduled request begins, in the order of the step.
     """
 
     token_ids: Tensor
     positions: Tensor
     metadata: AttnMetadata
     sample_rows: Tensor
+    first_rows: tuple[int, ...]
 
 
 def build_input(scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> ModelInput:
     """Pack the scheduled parts of all requests into the tensors of one step.
 
     On the token axis, requests with one new token come first, longest first: attention serves those of similar length
-    together, and neighbours are cheaper to serve than scattered ones. `sample_rows` keeps the order of `scheduled`.
+    together, and neighbours are cheaper to serve than scattered ones. `sample_rows` and `first_rows` keep the order of
+    `scheduled`.
     """
     order = sorted(range(len(scheduled)), key=lambda i: -scheduled[i].end if scheduled[i].num_new_tokens == 1 else 0)
     packed = [scheduled[index] for index in order]
@@ -61,6 +64,7 @@ def build_input(scheduled: Sequence[ScheduledRequest], block_size: int, device: 
             block_size=block_size,
         ),
         sample_rows=_to_device(sample_rows, np.int64, device),
+        first_rows=tuple(end_of[index] - item.num_new_tokens for index, item in enumerate(scheduled)),
     )
 
 

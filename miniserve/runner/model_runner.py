@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
-from miniserve.core.schedule import RunnerOutput, ScheduledRequest, SchedulerOutput
+from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.models.transformer import Transformer
-from miniserve.runner.input_builder import build_input
-from miniserve.runner.sampler import Sampler, SampleRow
+from miniserve.outputs import TokenLogprobs
+from miniserve.runner.input_builder import ModelInput, build_input
+from miniserve.runner.logits_processors import SampleRow
+from miniserve.runner.logprobs import LogprobQuery, pack_logprobs, unpack_logprobs
+from miniserve.runner.sampler import Sampler
+
+# The logits of a whole prompt would take more memory than the rest of a step: they are computed in slices of this many
+# rows, of which only the logprobs stay.
+_PROMPT_ROWS_PER_SLICE = 128
+_NOT_FINITE = "the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What `execute` hands to `sample`.
+
+    Attributes:
+        logits: fp32 [num_samples, num_token_ids], of the requests that sample, in the step's order.
+        prompt_logprobs: by place in the step, for each request that wants them; an entry is None where the logits were
+            not finite.
+    """
+
+    logits: Tensor
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs | None, ...]]
 
 
 class ModelRunner:
@@ -41,27 +65,104 @@ class ModelRunner:
         self.sampler = Sampler(device, seed)
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> Tensor:
-        """Compute the step's tokens and store their KV.
-
-        Returns:
-            fp32 [num_samples, num_token_ids], the logits of the requests that sample, in the step's order.
-        """
+    def execute(self, step: SchedulerOutput) -> StepLogits:
+        """Compute the step's tokens and store their KV; the logits of the requests that sample, and prompt logprobs."""
+        self._clear(step.blocks_to_clear)
         inputs = build_input(step.scheduled, self.block_size, self.device)
         plan = self.backend.plan(inputs.metadata)
         hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
-        if len(inputs.sample_rows) == 0:  # only parts of prompts in this step
-            return hidden.new_empty(0, self.num_token_ids)
-        logits = self.model.logits(hidden[inputs.sample_rows])
-        return logits[:, : self.num_token_ids]
+        return StepLogits(self._logits(hidden[inputs.sample_rows]), self._prompt_logprobs(step, inputs, hidden))
 
     @torch.inference_mode()
-    def sample(self, step: SchedulerOutput, logits: Tensor) -> RunnerOutput:
-        """Choose the next token of each request that samples, from `execute`'s logits."""
-        rows = [_sample_row(item) for item in step.scheduled if item.samples]
-        token_ids = iter(self.sampler.sample(logits, rows) if rows else ())
-        return RunnerOutput(tuple((next(token_ids),) if item.samples else () for item in step.scheduled))
+    def sample(self, step: SchedulerOutput, computed: StepLogits) -> RunnerOutput:
+        """Choose the next token of each request that samples, from what `execute` gave.
+
+        A request whose logits are not finite gets an error; the others are served as if it were not there.
+        """
+        items = [item for item in step.scheduled if item.samples]
+        token_ids = self.sampler.sample(computed.logits, [_sample_row(item) for item in items]) if items else []
+        logprobs = self._logprobs(items, computed.logits, token_ids)
+        sampled = iter([_sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)])
+        results = [next(sampled) if item.samples else RunnerResult() for item in step.scheduled]
+        for index, entries in computed.prompt_logprobs.items():
+            results[index] = _with_prompt_logprobs(results[index], entries)
+        return RunnerOutput(tuple(results))
+
+    def _clear(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            index = torch.tensor(block_ids, device=self.device)
+            for cache in self.caches:
+                cache.key_values.index_fill_(0, index, 0)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [num_rows, num_token_ids] of fp32 [num_rows, hidden_size]."""
+        if len(hidden) == 0:  # only parts of prompts in this step
+            return hidden.new_empty(0, self.num_token_ids)
+        return self.model.logits(hidden)[:, : self.num_token_ids]
+
+    def _logprobs(
+        self, items: Sequence[ScheduledRequest], logits: Tensor, token_ids: Sequence[int | None]
+    ) -> dict[int, TokenLogprobs | None]:
+        """By row of `logits`, the sampled token's logprobs where they are asked for; raw, so before penalties."""
+        queries = [
+            LogprobQuery(row, token_id, item.sampling.logprobs)
+            for row, (item, token_id) in enumerate(zip(items, token_ids, strict=True))
+            if item.sampling.logprobs is not None and token_id is not None
+        ]
+        if not queries:
+            return {}
+        packed = pack_logprobs(logits[self._rows(queries)], queries, max(query.num_top for query in queries))
+        return {query.row: entry for query, entry in zip(queries, unpack_logprobs(packed, queries), strict=True)}
+
+    def _prompt_logprobs(
+        self, step: SchedulerOutput, inputs: ModelInput, hidden: Tensor
+    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+        """By place in the step, the logprobs of the prompt tokens that follow those it computes."""
+        wanted = {
+            index: _prompt_queries(item, inputs.first_rows[index])
+            for index, item in enumerate(step.scheduled)
+            if item.wants_prompt_logprobs
+        }
+        queries = [query for of_request in wanted.values() for query in of_request]
+        if not queries:
+            return {}
+        num_top = max(query.num_top for query in queries)
+        packed = []
+        for start in range(0, len(queries), _PROMPT_ROWS_PER_SLICE):
+            part = queries[start : start + _PROMPT_ROWS_PER_SLICE]
+            packed.append(pack_logprobs(self._logits(hidden[self._rows(part)]), part, num_top))
+        entries = iter(unpack_logprobs(torch.cat(packed), queries))
+        return {index: tuple(islice(entries, len(of_request))) for index, of_request in wanted.items()}
+
+    def _rows(self, queries: Sequence[LogprobQuery]) -> Tensor:
+        return torch.tensor([query.row for query in queries], device=self.device)
 
 
 def _sample_row(item: ScheduledRequest) -> SampleRow:
-    return SampleRow(item.sampling, position=item.end - item.num_prompt_tokens)
+    start = item.num_prompt_tokens
+    position = item.end - start
+    if not item.sampling.has_penalties:
+        return SampleRow(item.sampling, position, item.banned_ids)
+    prompt_ids, output_ids = item.token_ids[:start], item.token_ids[start : item.end]
+    return SampleRow(item.sampling, position, item.banned_ids, prompt_ids, output_ids)
+
+
+def _prompt_queries(item: ScheduledRequest, first_row: int) -> list[LogprobQuery]:
+    """Each row tells of the token that follows. What follows the prompt is output, and not asked for here."""
+    num_top = item.sampling.prompt_logprobs
+    assert num_top is not None, "the scheduler reads the same parameter"
+    following = item.token_ids[item.start + 1 : min(item.end + 1, item.num_prompt_tokens)]
+    return [LogprobQuery(row, token_id, num_top) for row, token_id in enumerate(following, start=first_row)]
+
+
+def _sampled(token_id: int | None, logprobs: TokenLogprobs | None) -> RunnerResult:
+    if token_id is None:
+        return RunnerResult(error=_NOT_FINITE)
+    return RunnerResult((token_id,), () if logprobs is None else (logprobs,))
+
+
+def _with_prompt_logprobs(result: RunnerResult, entries: Sequence[TokenLogprobs | None]) -> RunnerResult:
+    known = tuple(entry for entry in entries if entry is not None)
+    if result.error is not None or len(known) < len(entries):
+        return RunnerResult(error=_NOT_FINITE)
+    return replace(result, prompt_logprobs=known)

@@ -14,19 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miniserve.runner.logits_processors import SampleRow, process_logits
 from miniserve.sampling_params import SamplingParams
 
 # Top-p looks at this many of the most probable tokens first, and sorts the whole vocabulary only when they do not
 # add up to top_p. Same result; a full sort costs more than a small model's whole step on a CPU.
 _TOP_P_CANDIDATES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One row of logits: how to sample it, and which output position it is (0 is the first output token)."""
-
-    sampling: SamplingParams
-    position: int
 
 
 class Sampler:
@@ -40,20 +33,27 @@ class Sampler:
         else:
             self._unseeded.manual_seed(seed)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """The chosen token ids.
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+        """The chosen token ids; None for a row that has NaN or +inf, or nothing but -inf: there is no choice.
 
         Args:
-            logits: fp32 [num_rows, vocab_size].
+            logits: fp32 [num_rows, vocab_size], as the model gave them.
             rows: one per row of logits.
         """
-        chosen = logits.max(dim=-1).indices  # the first of equals, as argmax, and three times as fast on a CPU
+        best = logits.max(dim=-1)  # the first of equals, as argmax, and three times as fast on a CPU
+        chosen, finite = best.indices, best.values.isfinite()  # the largest of a row with NaN is NaN
+        changed = [index for index, row in enumerate(rows) if row.changes_logits]
+        if changed:
+            selected = torch.tensor(changed, device=self.device)
+            processed = process_logits(logits[selected], [rows[index] for index in changed])
+            chosen[selected] = processed.max(dim=-1).indices
+            logits = logits.index_copy(0, selected, processed)
         random = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if random:
             selected = torch.tensor(random, device=self.device)
             chosen[selected] = self._draw(logits[selected], [rows[index] for index in random])
-        token_ids: list[int] = chosen.tolist()
-        return token_ids
+        token_ids, is_finite = torch.stack((chosen, finite.long())).tolist()  # one transfer for both
+        return [token_id if ok else None for token_id, ok in zip(token_ids, is_finite, strict=True)]
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """int64 [num_rows], one token drawn from each row's tempered and filtered distribution."""

@@ -96,6 +96,48 @@ def test_twins_keep_the_first_mapping() -> None:
     assert pool.lookup(b"same") is None
 
 
+def test_what_is_forgotten_is_found_no_more() -> None:
+    pool = BlockPool(6)
+    held = pool.allocate(3)
+    for block_id, block_hash in zip(held, (b"first", b"second", b"third"), strict=True):
+        pool.register(block_id, block_hash)
+    pool.forget([1, 2, 4])  # block 4 has no content
+    assert [pool.lookup(block_hash) for block_hash in (b"first", b"second", b"third")] == [None, None, 3]
+    pool.free(held)
+    assert pool.free_block_ids() == [1, 2, 4, 5, 3]  # nothing to find in them: the next to be taken
+    pool.register(pool.allocate(1)[0], b"second")
+    assert pool.lookup(b"second") == 1
+    assert pool.allocate(1) == [2]
+    assert pool.lookup(b"second") == 1
+
+
+def test_forgetting_a_twin_leaves_the_one_that_is_found() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.register(first, b"same")
+    pool.register(second, b"same")
+    pool.forget([second])
+    assert pool.lookup(b"same") == first
+    pool.forget([first])
+    assert pool.lookup(b"same") is None
+
+
+def test_a_suspect_block_is_to_be_cleared_once_when_it_is_taken_again() -> None:
+    pool = BlockPool(4)
+    held = pool.allocate(2)
+    pool.register(1, b"content")
+    pool.suspect(held)
+    pool.free(held)
+    pool.touch(1)  # found for what it has: not new
+    assert pool.take_blocks_to_clear() == ()
+    pool.free([1])
+    assert pool.allocate(3) == [2, 3, 1]
+    assert pool.take_blocks_to_clear() == (2, 1)
+    pool.free([1, 2, 3])
+    pool.allocate(3)
+    assert pool.take_blocks_to_clear() == ()
+
+
 def test_snapshot_shows_counts_hashes_and_the_order_of_eviction() -> None:
     pool = BlockPool(4)
     pool.allocate(2)

@@ -185,6 +185,56 @@ def test_statistics_count_the_first_admission_only() -> None:
     assert (kv.num_prefix_query_tokens, kv.num_prefix_hit_tokens) == (9 + 10, 8)
 
 
+def test_a_request_that_must_not_read_the_cache_asks_nothing_and_fills_it() -> None:
+    kv = KVCacheManager(num_blocks=10, block_size=4)
+    compute(kv, make_request(range(9)))
+    request = Request("r", list(range(9)), SamplingParams(prompt_logprobs=0))
+    assert compute(kv, request) == []
+    assert request.block_ids == [4, 5, 6]
+    assert (kv.num_prefix_query_tokens, kv.num_prefix_hit_tokens) == (9, 0)
+    kv.free(request)
+    request.num_computed_tokens = 0
+    request.token_ids.append(9)
+    assert compute(kv, request) == [1, 2]  # it has output: nothing of the prompt is owed any more
+
+
+@pytest.mark.parametrize("num_computed", range(11))
+def test_without_prefix_caching_a_fork_shares_what_its_parent_has_computed(num_computed: int) -> None:
+    kv = KVCacheManager(num_blocks=10, block_size=4, prefix_caching=False)
+    parent = make_request(range(8))
+    fork = Request("f", list(range(8)), SamplingParams(), parent=parent)
+    parent.token_ids += [50, 51]
+    if num_computed:
+        compute(kv, parent, num_computed)
+    shared = compute(kv, fork)
+    assert shared == parent.block_ids[: min(num_computed // 4, 1)]  # one of its 8 tokens is left to compute
+    kv.free(parent)
+    assert [state.ref_count for state in kv.pool.snapshot()].count(1) == len(fork.block_ids) == 2
+    other = Request("g", list(range(8)), SamplingParams(), parent=parent)
+    assert kv.find_cached_prefix(other) == []
+
+
+def test_forks_do_not_count_in_the_statistics() -> None:
+    kv = KVCacheManager(num_blocks=10, block_size=4)
+    parent = make_request(range(9))
+    compute(kv, parent)
+    assert compute(kv, Request("f", list(range(9)), SamplingParams(), parent=parent)) == [1, 2]
+    assert (kv.num_prefix_query_tokens, kv.num_prefix_hit_tokens) == (9, 0)
+
+
+def test_a_request_that_went_wrong_leaves_nothing_to_find() -> None:
+    kv = KVCacheManager(num_blocks=10, block_size=4)
+    request, sharer = make_request(range(9)), make_request(range(12))
+    compute(kv, request)
+    assert compute(kv, sharer) == [1, 2]
+    kv.forget(request)
+    kv.free(request)
+    assert kv.find_cached_prefix(make_request(range(13))) == []
+    kv.free(sharer)
+    assert compute(kv, make_request(range(9))) == []
+    assert kv.find_cached_prefix(make_request(range(13))) != []
+
+
 def test_block_size_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="got 0"):
         KVCacheManager(num_blocks=4, block_size=0)

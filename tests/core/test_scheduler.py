@@ -9,10 +9,10 @@ import pytest
 
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request, RequestStatus
-from miniserve.core.schedule import RunnerOutput, SchedulerOutput
-from miniserve.core.scheduler import Scheduler
+from miniserve.core.schedule import RunnerOutput, RunnerResult, SchedulerOutput
+from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.errors import ConfigError, ContextLengthError, InvalidParameterError
-from miniserve.outputs import FinishReason
+from miniserve.outputs import FinishReason, TokenLogprobs
 from miniserve.sampling_params import SamplingParams
 
 EOS = 0
@@ -40,9 +40,14 @@ def make_request(request_id: str, token_ids: Sequence[int], **sampling: Any) -> 
     return Request(request_id, list(token_ids), SamplingParams(**sampling), eos_token_ids=frozenset({EOS}))
 
 
+def make_choices(n: int, token_ids: Sequence[int], **sampling: Any) -> list[Request]:
+    """n choices of one prompt: "p" and its forks "p-1", "p-2", ..."""
+    return [make_request("p" if index == 0 else f"p-{index}", token_ids, **sampling) for index in range(n)]
+
+
 def complete(scheduler: Scheduler, output: SchedulerOutput, sampled: Sequence[int] = (OTHER,)) -> list[Any]:
-    tokens = tuple(tuple(sampled) if item.samples else () for item in output.scheduled)
-    return [(request.request_id, new) for request, new in scheduler.update(output, RunnerOutput(tokens))]
+    results = tuple(RunnerResult(tuple(sampled) if item.samples else ()) for item in output.scheduled)
+    return [(news.request.request_id, news.token_ids) for news in scheduler.update(output, RunnerOutput(results))]
 
 
 def step(scheduler: Scheduler, sampled: Sequence[int] = (OTHER,)) -> SchedulerOutput:
@@ -465,3 +470,439 @@ def test_an_id_that_came_back_between_schedule_and_update_gets_no_token_of_the_o
 
 def test_abort_of_an_unknown_id() -> None:
     assert make_scheduler().abort("nobody") is None
+
+
+# --- forks: several choices of one prompt ---
+
+
+def test_a_prompt_with_forks_is_computed_once() -> None:
+    scheduler = make_scheduler()
+    parent, *forks = choices = make_choices(3, range(1, 11), max_tokens=3)
+    scheduler.add(parent, forks)
+    assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_work) == (3, 0, True)
+    assert [choice.is_fork for choice in choices] == [False, True, True]
+    assert spans(step(scheduler)) == [("p", 0, 10)]
+    assert (scheduler.num_waiting, scheduler.num_running) == (2, 1)
+    assert spans(step(scheduler)) == [("p", 10, 11), ("p-1", 8, 10), ("p-2", 8, 10)]
+    assert [choice.block_ids for choice in choices] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert [choice.num_cached_tokens for choice in choices] == [0, 8, 8]
+    assert (scheduler.kv.num_prefix_query_tokens, scheduler.kv.num_prefix_hit_tokens) == (10, 0)
+    while scheduler.has_work:
+        step(scheduler)
+    assert [choice.finish_reason for choice in choices] == [FinishReason.LENGTH] * 3
+    assert scheduler.kv.pool.num_used == 0
+
+
+def test_forks_share_their_parents_blocks_without_a_prefix_cache() -> None:
+    scheduler = make_scheduler(prefix_caching=False)
+    parent, *forks = choices = make_choices(3, range(1, 11), max_tokens=3)
+    scheduler.add(parent, forks)
+    step(scheduler)
+    assert spans(step(scheduler)) == [("p", 10, 11), ("p-1", 8, 10), ("p-2", 8, 10)]
+    assert [choice.block_ids for choice in choices] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert [state.ref_count for state in scheduler.kv.pool.snapshot()[:5]] == [3, 3, 1, 1, 1]
+    assert all(state.hash is None for state in scheduler.kv.pool.snapshot())
+    for choice in choices:
+        scheduler.abort(choice.request_id)
+    assert scheduler.kv.pool.num_used == 0
+
+
+@pytest.mark.parametrize(("prompt_len", "shared"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_fork_shares_whole_blocks_and_has_a_token_left_to_compute(
+    prompt_len: int, shared: int, prefix_caching: bool
+) -> None:
+    scheduler = make_scheduler(prefix_caching=prefix_caching)
+    parent, fork = make_choices(2, range(1, prompt_len + 1))
+    scheduler.add(parent, [fork])
+    step(scheduler)
+    assert spans(step(scheduler)) == [("p", prompt_len, prompt_len + 1), ("p-1", shared, prompt_len)]
+    assert fork.block_ids[: shared // 4] == parent.block_ids[: shared // 4]
+    assert len(set(fork.block_ids[shared // 4 :]) & set(parent.block_ids)) == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_forks_wait_for_the_whole_prompt_and_then_go_to_the_front(prefix_caching: bool) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_seqs=4, prefix_caching=prefix_caching)
+    parent, *forks = make_choices(3, range(1, 15))
+    scheduler.add(parent, forks)
+    scheduler.add(make_request("next", range(31, 42)))
+    assert spans(step(scheduler)) == [("p", 0, 8)]
+    assert spans(step(scheduler)) == [("p", 8, 14), ("next", 0, 2)]
+    assert spans(step(scheduler)) == [("p", 14, 15), ("next", 2, 9)]
+    assert spans(step(scheduler)) == [("p", 15, 16), ("next", 9, 11), ("p-1", 12, 14), ("p-2", 12, 14)]
+    assert scheduler.num_waiting == 0
+
+
+def test_forks_of_two_parents_keep_the_order_of_the_parents() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    for prefix, first_token in (("a", 1), ("b", 21)):
+        prompt = range(first_token, first_token + 6)
+        scheduler.add(make_request(prefix, prompt, max_tokens=1), [make_request(f"{prefix}{i}", prompt) for i in "12"])
+    scheduler.add(make_request("c", [41]))
+    assert spans(step(scheduler)) == [("a", 0, 6), ("b", 0, 6), ("c", 0, 1)]
+    assert spans(step(scheduler)) == [("c", 1, 2), ("a1", 4, 6), ("a2", 4, 6)]
+    scheduler.abort("a1")
+    assert spans(step(scheduler)) == [("c", 2, 3), ("a2", 6, 7), ("b1", 4, 6)]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_parent_that_ends_with_its_first_token(prefix_caching: bool) -> None:
+    """Its blocks are free by the time its forks come: the prefix cache still has them, else they are computed anew."""
+    scheduler = make_scheduler(prefix_caching=prefix_caching)
+    parent, *forks = make_choices(3, range(1, 11), max_tokens=1)
+    scheduler.add(parent, forks)
+    step(scheduler, [EOS])
+    assert parent.finish_reason is FinishReason.STOP
+    start = 8 if prefix_caching else 0
+    assert spans(step(scheduler)) == [("p-1", start, 10), ("p-2", start, 10)]
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_parent_aborted_in_the_middle_of_its_prompt(prefix_caching: bool) -> None:
+    """Its forks go on without it, with what it has computed where that can be found; never with what it has not."""
+    scheduler = make_scheduler(max_num_batched_tokens=9, prefix_caching=prefix_caching)
+    parent, *forks = make_choices(3, range(1, 15))
+    scheduler.add(parent, forks)
+    scheduler.add(make_request("next", [31]))
+    step(scheduler)
+    on_its_way = scheduler.schedule()
+    scheduler.abort("p")
+    assert complete(scheduler, on_its_way) == [("next", (OTHER,))]
+    assert scheduler.num_waiting == 2
+    start = 8 if prefix_caching else 0
+    assert spans(scheduler.schedule())[:2] == [("next", 1, 2), ("p-1", start, min(14, start + 8))]
+    assert forks[0].num_cached_tokens == start
+
+
+def test_forks_of_a_parent_aborted_in_the_queue_take_its_place() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("first", [1, 2]))
+    parent, *forks = make_choices(3, [11, 12], max_tokens=1)
+    scheduler.add(parent, forks)
+    scheduler.add(make_request("last", [21, 22], max_tokens=1))
+    scheduler.abort("p")
+    assert scheduler.num_waiting == 4
+    scheduler.abort("first")
+    assert [step(scheduler).scheduled[0].request_id for _ in range(3)] == ["p-1", "p-2", "last"]
+
+
+def test_fork_aborted_while_it_waits_for_its_parent() -> None:
+    scheduler = make_scheduler()
+    parent, *forks = make_choices(3, range(1, 11))
+    scheduler.add(parent, forks)
+    assert scheduler.abort("p-1") is forks[0]
+    assert forks[0].finish_reason is FinishReason.ABORT and scheduler.num_waiting == 2
+    output = scheduler.schedule()
+    assert scheduler.abort("p-2") is forks[1]
+    complete(scheduler, output)
+    assert spans(step(scheduler)) == [("p", 10, 11)]
+    assert (scheduler.num_waiting, scheduler.num_running) == (0, 1)
+    scheduler.abort("p")
+    assert not scheduler.has_work and scheduler.kv.pool.num_used == 0
+
+
+def test_all_choices_aborted_while_they_wait() -> None:
+    for order in (["p", "p-1", "p-2"], ["p-2", "p-1", "p"], ["p-1", "p", "p-2"]):
+        scheduler = make_scheduler()
+        parent, *forks = make_choices(3, [1, 2])
+        scheduler.add(parent, forks)
+        for request_id in order:
+            assert scheduler.abort(request_id) is not None
+        assert not scheduler.has_work and scheduler.num_waiting == 0
+        assert scheduler.schedule().scheduled == ()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_fork_is_preempted_before_its_parent(prefix_caching: bool) -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=prefix_caching)
+    parent, fork = make_choices(2, range(1, 8), max_tokens=7)
+    scheduler.add(parent, [fork])
+    for _ in range(3):
+        step(scheduler)
+    assert (parent.block_ids, fork.block_ids) == ([1, 2, 4], [1, 3])
+    output = step(scheduler)  # the fork needs a third block
+    assert (spans(output), output.preempted_ids) == ([("p", 9, 10)], ("p-1",))
+    assert [state.ref_count for state in scheduler.kv.pool.snapshot()] == [1, 1, 0, 1]
+    output = step(scheduler)
+    if prefix_caching:  # what the parent said after the prompt is found, too, as the fork said the same
+        assert spans(output) == [("p", 10, 11), ("p-1", 8, 9)] and fork.block_ids == [1, 2, 3]
+    else:  # block 1 is the parent's still, but two more are needed
+        assert spans(output) == [("p", 10, 11)]
+    while scheduler.has_work:
+        step(scheduler)
+    assert parent.token_ids == fork.token_ids == [*range(1, 8), *[OTHER] * 7]
+    assert (fork.num_cached_tokens, scheduler.kv.pool.num_used) == (4, 0)
+
+
+def test_a_preempted_fork_shares_the_prompt_again_but_never_its_parents_output() -> None:
+    """Without a prefix cache nothing says that the outputs are equal; here they are not."""
+    scheduler = make_scheduler(num_blocks=7, prefix_caching=False)
+    parent, fork = make_choices(2, range(1, 7), max_tokens=9)
+    scheduler.add(parent, [fork])
+    scheduler.add(make_request("other", range(21, 25), max_tokens=4))
+    step(scheduler)
+    for sampled in (7, 8, 9, 10, 11):
+        step(scheduler, [sampled])
+    scheduler._running.remove(fork)
+    scheduler._preempt(fork)
+    assert parent.num_computed_tokens == 11 and fork.num_tokens > 8
+    [item] = [item for item in scheduler.schedule().scheduled if item.request_id == "p-1"]
+    assert item.start == 4 and item.block_ids[0] == parent.block_ids[0]
+    assert not set(item.block_ids[1:]) & set(parent.block_ids)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [4, 5, 6, 8, 20])
+@pytest.mark.parametrize("budget", [1, 3, 64])
+def test_four_choices_in_a_tiny_pool_all_end(num_blocks: int, budget: int, prefix_caching: bool) -> None:
+    """Forks that could take their parent's room before it was done would wait for each other for ever."""
+    scheduler = make_scheduler(num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
+    parent, *forks = choices = make_choices(4, range(1, 8), max_tokens=5)
+    scheduler.add(parent, forks)
+    for _ in range(200):
+        if scheduler.has_work:
+            assert step(scheduler).scheduled
+    for choice in choices:
+        assert choice.token_ids == [*range(1, 8), *[OTHER] * 5]
+        assert choice.finish_reason is FinishReason.LENGTH
+    assert scheduler.kv.pool.num_used == 0
+
+
+def test_a_parent_preempted_in_the_middle_of_its_prompt_keeps_its_forks_waiting() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=8, prefix_caching=False)
+    scheduler.add(make_request("a", range(1, 9), max_tokens=4))
+    parent, fork = make_choices(2, range(11, 21), max_tokens=1)
+    scheduler.add(parent, [fork])
+    step(scheduler)
+    assert spans(step(scheduler)) == [("a", 8, 9), ("p", 0, 7)]
+    assert step(scheduler).preempted_ids == ("p",)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    assert spans(step(scheduler)) == [("a", 10, 11), ("p", 0, 7)]
+    while scheduler.has_work:
+        step(scheduler)
+    assert fork.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("taken", ["p", "p-1"])
+def test_choices_are_added_together_or_not_at_all(taken: str) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request(taken, [1]))
+    parent, *forks = make_choices(3, [1, 2])
+    with pytest.raises(InvalidParameterError, match=f"'{taken}' is in use"):
+        scheduler.add(parent, forks)
+    assert scheduler.num_waiting == 1
+    assert scheduler.abort("p-2") is None
+
+
+def test_two_choices_of_one_id_are_refused() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidParameterError, match="'p' is in use"):
+        scheduler.add(make_request("p", [1]), [make_request("p", [1])])
+    assert not scheduler.has_work
+
+
+# --- max_tokens 0, min_tokens ---
+
+
+@pytest.mark.parametrize("sampled", [OTHER, EOS])
+def test_max_tokens_0_only_computes_the_prompt(sampled: int) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    parent, fork = make_choices(2, range(1, 7), max_tokens=0)
+    scheduler.add(parent, [fork])
+    output = scheduler.schedule()
+    assert complete(scheduler, output, [sampled]) == []
+    output = scheduler.schedule()
+    assert complete(scheduler, output, [sampled]) == [("p", ())]
+    assert (parent.finish_reason, parent.num_output_tokens) == (FinishReason.LENGTH, 0)
+    assert spans(step(scheduler, [sampled])) == [("p-1", 4, 6)]
+    assert fork.finish_reason is FinishReason.LENGTH and not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("sampling", "banned"),
+    [
+        ({"min_tokens": 2}, {EOS}),
+        ({"min_tokens": 2, "stop_token_ids": (8, 9)}, {EOS, 8, 9}),
+        ({"min_tokens": 2, "stop_token_ids": (8, 9), "ignore_eos": True}, {8, 9}),
+        ({"min_tokens": 2, "ignore_eos": True}, set()),
+        ({"stop_token_ids": (8, 9)}, set()),
+    ],
+)
+def test_end_tokens_are_banned_before_min_tokens(sampling: dict[str, Any], banned: set[int]) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(make_request("a", range(1, 7), **sampling))
+    seen = [step(scheduler).scheduled[0].banned_ids for _ in range(5)]
+    assert seen == [set(), banned, banned, set(), set()]  # a part of a prompt samples nothing
+
+
+def test_a_banned_token_ends_nothing() -> None:
+    """Where a runner has nothing else to choose, the output still gets its min_tokens."""
+    scheduler = make_scheduler()
+    request = make_request("a", [1], min_tokens=2, stop_token_ids=(8,))
+    scheduler.add(request)
+    output = scheduler.schedule()
+    assert complete(scheduler, output, [EOS, 8, 8]) == [("a", (EOS, 8, 8))]
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, 8)
+
+
+# --- logprobs ---
+
+
+def entry(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -1.0)
+
+
+def take_in(scheduler: Scheduler, *results: RunnerResult) -> list[RequestNews]:
+    return scheduler.update(scheduler.schedule(), RunnerOutput(results))
+
+
+def test_logprobs_end_with_the_token_that_ends_the_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1], logprobs=0))
+    [news] = take_in(scheduler, RunnerResult((7, EOS, 8), (entry(7), entry(EOS), entry(8))))
+    assert (news.token_ids, news.logprobs) == ((7, EOS), (entry(7), entry(EOS)))
+
+
+def test_prompt_logprobs_are_news_of_each_part_of_a_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = make_request("a", range(1, 8), prompt_logprobs=0)
+    scheduler.add(request)
+    [first] = take_in(scheduler, RunnerResult(prompt_logprobs=(entry(2), entry(3), entry(4), entry(5))))
+    assert (first.request, first.token_ids, first.prompt_start) == (request, (), 1)
+    assert [item.token_id for item in first.prompt_logprobs] == [2, 3, 4, 5]
+    [second] = take_in(scheduler, RunnerResult((50,), prompt_logprobs=(entry(6), entry(7))))
+    assert (second.token_ids, second.prompt_start, len(second.prompt_logprobs)) == ((50,), 5, 2)
+    output = scheduler.schedule()
+    assert not output.scheduled[0].wants_prompt_logprobs
+    assert (request.num_tokens, output.scheduled[0].start) == (8, 7)
+
+
+def test_prompt_logprobs_do_not_read_the_prefix_cache_and_fill_it() -> None:
+    """Bug: what was found in the cache had no logprobs; the answer lacked the beginning of the prompt."""
+    scheduler = make_scheduler()
+    for request_id in "ab":
+        request = make_request(request_id, range(1, 10), max_tokens=1, prompt_logprobs=1)
+        scheduler.add(request)
+        output = step(scheduler)
+        assert spans(output) == [(request_id, 0, 9)] and output.scheduled[0].wants_prompt_logprobs
+        assert request.num_cached_tokens == 0
+    assert scheduler.kv.num_prefix_query_tokens == 0
+    scheduler.add(make_request("c", range(1, 10), max_tokens=1))
+    output = step(scheduler)
+    assert spans(output) == [("c", 8, 9)] and not output.scheduled[0].wants_prompt_logprobs
+
+
+def test_prompt_logprobs_are_owed_again_after_a_preemption_in_the_prompt() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=8)
+    scheduler.add(make_request("a", range(1, 9), max_tokens=9))
+    request = make_request("b", range(11, 21), max_tokens=2, prompt_logprobs=0)
+    scheduler.add(request)
+    seen = []
+    while scheduler.has_work:
+        for item in step(scheduler).scheduled:
+            if item.request_id == "b":
+                seen.append((item.start, item.end, item.wants_prompt_logprobs))
+    assert seen == [(0, 7, True), (0, 7, True), (0, 8, True), (8, 10, True), (10, 11, False)]
+    assert request.num_preemptions == 2
+
+
+def test_after_its_first_token_a_request_with_prompt_logprobs_is_like_any_other() -> None:
+    """Nothing of the prompt is owed any more: resumed after a preemption, it reads the prefix cache."""
+    scheduler = make_scheduler(num_blocks=7)
+    scheduler.add(make_request("a", range(1, 8), max_tokens=3))
+    scheduler.add(make_request("b", range(11, 27), max_tokens=6, prompt_logprobs=0))
+    step(scheduler)
+    assert step(scheduler).preempted_ids == ("b",)
+    step(scheduler)
+    [item] = step(scheduler).scheduled
+    assert (item.request_id, item.start, item.end, item.wants_prompt_logprobs) == ("b", 12, 17, False)
+
+
+def test_a_fork_reads_what_a_parent_with_prompt_logprobs_computed() -> None:
+    scheduler = make_scheduler()
+    parent, fork = make_request("p", range(1, 10), prompt_logprobs=0), make_request("p-1", range(1, 10))
+    scheduler.add(parent, [fork])
+    step(scheduler)
+    output = step(scheduler)
+    assert spans(output) == [("p", 9, 10), ("p-1", 8, 9)]
+    assert not any(item.wants_prompt_logprobs for item in output.scheduled)
+
+
+# --- errors ---
+
+
+def test_an_error_ends_one_request_and_frees_its_blocks() -> None:
+    scheduler = make_scheduler()
+    bad, good = make_request("bad", range(1, 6)), make_request("good", range(11, 16))
+    scheduler.add(bad)
+    scheduler.add(good)
+    first, second = take_in(scheduler, RunnerResult(error="broken"), RunnerResult((7,)))
+    assert (first.request, first.error, first.token_ids) == (bad, "broken", ())
+    assert (second.request, second.error, second.token_ids) == (good, None, (7,))
+    assert (bad.status, bad.finish_reason, bad.block_ids) == (RequestStatus.FINISHED, FinishReason.ERROR, [])
+    assert spans(step(scheduler)) == [("good", 5, 6)]
+    scheduler.abort("good")
+    assert scheduler.kv.pool.num_used == 0
+
+
+def test_blocks_of_a_failed_request_are_never_found_again() -> None:
+    """NaN written by one chunk showed only when a later one was sampled, and was served to the next equal prompt."""
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("bad", range(1, 13)))
+    step(scheduler)
+    assert scheduler.kv.find_cached_prefix(make_request("look", range(1, 13))) == [1, 2]
+    take_in(scheduler, RunnerResult(error="broken"))
+    again = make_request("again", range(1, 13))
+    scheduler.add(again)
+    assert spans(step(scheduler)) == [("again", 0, 8)]
+    assert scheduler.kv.find_cached_prefix(make_request("look", range(1, 13))) == again.block_ids
+
+
+def test_memory_of_a_failed_request_is_cleared_before_its_next_use() -> None:
+    """NaN in the unused slots of a block that a failed request had left made its next owner fail, too."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("bad", range(1, 6)))
+    step(scheduler)
+    take_in(scheduler, RunnerResult(error="broken"))
+    scheduler.add(make_request("next", range(11, 24)))
+    assert [step(scheduler).blocks_to_clear, step(scheduler).blocks_to_clear] == [(1, 2), ()]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_memory_that_no_token_came_out_of_is_cleared_before_its_next_use(num_steps: int) -> None:
+    """Aborted in the middle of its prompt, a request leaves KV that nobody has ever looked at."""
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    scheduler.add(make_request("a", range(1, 9)))
+    for _ in range(num_steps):
+        step(scheduler)
+    scheduler.abort("a")
+    scheduler.add(make_request("b", range(11, 20), max_tokens=5))
+    assert step(scheduler).blocks_to_clear == ((2,) if num_steps == 1 else ())
+    while scheduler.has_work:
+        assert step(scheduler).blocks_to_clear == ()
+
+
+def test_forks_of_a_parent_that_failed_start_over() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    parent, *forks = make_choices(3, range(1, 13), max_tokens=1)
+    scheduler.add(parent, forks)
+    step(scheduler)
+    [news] = take_in(scheduler, RunnerResult(error="broken"))
+    assert news.request is parent
+    assert spans(step(scheduler)) == [("p-1", 0, 8)]
+    while scheduler.has_work:
+        step(scheduler)
+    assert [fork.finish_reason for fork in forks] == [FinishReason.LENGTH] * 2
+    assert scheduler.kv.pool.num_used == 0
+
+
+def test_forks_of_a_parent_that_failed_and_of_one_that_did_not_keep_their_order() -> None:
+    """Those of the failed parent came first into the queue, and were then overtaken."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    for prefix, first_token in (("a", 1), ("b", 21)):
+        prompt = range(first_token, first_token + 6)
+        scheduler.add(make_request(prefix, prompt, max_tokens=1), [make_request(f"{prefix}1", prompt)])
+    take_in(scheduler, RunnerResult(error="broken"), RunnerResult((7,)))
+    assert spans(step(scheduler)) == [("a1", 0, 6), ("b1", 4, 6)]

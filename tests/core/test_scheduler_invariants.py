@@ -8,7 +8,7 @@ prefix, so that the right tokens of any request can be told in advance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -20,21 +20,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from miniserve.core.block_hash import hash_block
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request, RequestStatus
-from miniserve.core.schedule import RunnerOutput, ScheduledRequest, SchedulerOutput
-from miniserve.core.scheduler import Scheduler
+from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.errors import ContextLengthError
-from miniserve.outputs import FinishReason
+from miniserve.outputs import FinishReason, TokenLogprobs
 from miniserve.sampling_params import SamplingParams
 
 EOS = 0
 NUM_OUTPUT_IDS = 12  # so that one token in twelve is EOS
 
 Content = tuple[bytes, tuple[int, ...]]  # salt, and the tokens up to and including the one in the slot
+BROKEN: Content = (b"broken", ())
 
 
-def next_token(token_ids: Sequence[int]) -> int:
+def next_token(token_ids: Sequence[int], banned_ids: frozenset[int] = frozenset()) -> int:
     """The script: what a greedy model would say."""
-    return crc32(bytes(token_ids)) % NUM_OUTPUT_IDS
+    token_id = crc32(bytes(token_ids)) % NUM_OUTPUT_IDS
+    while token_id in banned_ids:
+        token_id = (token_id + 1) % NUM_OUTPUT_IDS
+    return token_id
 
 
 def expected_end(
@@ -42,8 +46,12 @@ def expected_end(
 ) -> tuple[list[int], FinishReason]:
     """The output of a request that is left alone, from the script and the rules for the end."""
     token_ids = list(prompt)
+    if sampling.max_tokens == 0:
+        return [], FinishReason.LENGTH
+    end_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else {EOS})
     while True:
-        token_ids.append(next_token(token_ids))
+        may_end = len(token_ids) - len(prompt) >= sampling.min_tokens
+        token_ids.append(next_token(token_ids, frozenset() if may_end else end_ids))
         output = token_ids[len(prompt) :]
         if (output[-1] == EOS and not sampling.ignore_eos) or output[-1] in sampling.stop_token_ids:
             return output, FinishReason.STOP
@@ -59,12 +67,26 @@ class ShadowRunner:
         self.block_size = scheduler.kv.block_size
         self.slots: dict[tuple[int, int], Content] = {}
 
-    def execute(self, output: SchedulerOutput, salts: dict[str, bytes]) -> RunnerOutput:
+    def execute(
+        self, output: SchedulerOutput, salts: dict[str, bytes], failing: frozenset[str] = frozenset()
+    ) -> RunnerOutput:
+        """Compute a step; what the `failing` requests write is useless, and they get an error."""
+        cleared = set(output.blocks_to_clear)
+        self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in cleared}
         for item in output.scheduled:  # all reads before any write: a hit was there before the step
             self._check_read(item, salts[item.request_id])
         for item in output.scheduled:
-            self._write(item, salts[item.request_id])
-        return RunnerOutput(tuple((next_token(item.token_ids),) if item.samples else () for item in output.scheduled))
+            self._write(item, salts[item.request_id], broken=item.request_id in failing)
+        return RunnerOutput(tuple(self._result(item, item.request_id in failing) for item in output.scheduled))
+
+    def _result(self, item: ScheduledRequest, fails: bool) -> RunnerResult:
+        if fails:
+            return RunnerResult(error="broken")
+        token_ids = (next_token(item.token_ids, item.banned_ids),) if item.samples else ()
+        following: Sequence[int] = ()
+        if item.wants_prompt_logprobs:
+            following = item.token_ids[item.start + 1 : min(item.end + 1, item.num_prompt_tokens)]
+        return RunnerResult(token_ids, prompt_logprobs=tuple(TokenLogprobs(token_id, -1.0) for token_id in following))
 
     def _slot(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
         block_id = item.block_ids[position // self.block_size]
@@ -76,13 +98,16 @@ class ShadowRunner:
             content = self.slots.get(self._slot(item, position))
             assert content == (salt, tuple(item.token_ids[: position + 1])), f"{item.request_id} read {content}"
 
-    def _write(self, item: ScheduledRequest, salt: bytes) -> None:
+    def _write(self, item: ScheduledRequest, salt: bytes, broken: bool) -> None:
         states = self.scheduler.kv.pool.snapshot()
         for position in range(item.start, item.end):
             slot = self._slot(item, position)
             state = states[slot[0] - 1]
             assert state.ref_count <= 1 and state.hash is None, f"wrote into a shared or registered block: {state}"
-            self.slots[slot] = (salt, tuple(item.token_ids[: position + 1]))
+            self.slots[slot] = BROKEN if broken else (salt, tuple(item.token_ids[: position + 1]))
+        for block_id in item.block_ids:  # the slots after the last token are read as well, if with weight 0
+            contents = [self.slots.get((block_id, offset)) for offset in range(self.block_size)]
+            assert broken or BROKEN not in contents, f"{item.request_id} has what a failed request left behind"
 
 
 def check_blocks(scheduler: Scheduler, runner: ShadowRunner) -> None:
@@ -119,10 +144,9 @@ def _hash_of_content(runner: ShadowRunner, block_id: int) -> bytes:
 
 
 def check_requests(scheduler: Scheduler, live: Sequence[Request]) -> None:
-    """Running and then waiting requests are those alive in order of arrival, each with blocks for what it computed."""
+    """Running and then waiting requests are those alive in their order, each with blocks for what it computed."""
     assert [*scheduler._running, *scheduler._waiting] == list(live)
     assert len(scheduler._running) == scheduler.num_running <= scheduler.max_num_seqs
-    assert scheduler.num_waiting == len(live) - scheduler.num_running
     for request in scheduler._running:
         assert request.status is RequestStatus.RUNNING
         assert 0 < request.num_computed_tokens < request.num_tokens
@@ -143,10 +167,15 @@ class Life:
     reason: FinishReason
     stopped_from_outside: bool = False
     num_cached_tokens: int | None = None
+    prompt_logprobs: dict[int, int] = field(default_factory=dict)  # position -> token id
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Add, abort, finish and step in any order; the invariants are checked after every rule."""
+    """Add, abort, finish, fail and step in any order; the invariants are checked after every rule.
+
+    `live` has the requests that run or queue, in the order that the scheduler promises, and `forks` those that wait for
+    their parent.
+    """
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 4]),
@@ -175,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size)
         self.lives: dict[str, Life] = {}
         self.live: list[Request] = []
+        self.forks: dict[Request, list[Request]] = {}
         self.old_sequences: list[list[int]] = []
         self.num_added = 0
 
@@ -182,34 +212,71 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 2), min_size=1, max_size=14),
         history=st.none() | st.integers(0, 100),
         salt=st.sampled_from([b"", b"", b"", b"tenant"]),
-        max_tokens=st.none() | st.integers(1, 12),
+        max_tokens=st.none() | st.integers(0, 12),
+        min_tokens=st.sampled_from([0, 0, 3, 6]),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from([(), (), (3,)]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        num_choices=st.sampled_from([1, 1, 2, 4]),
         same_again=st.booleans(),
     )
-    def add(self, tail: list[int], history: int | None, salt: bytes, same_again: bool, **sampling: Any) -> None:
+    def add(
+        self,
+        tail: list[int],
+        history: int | None,
+        salt: bytes,
+        num_choices: int,
+        same_again: bool,
+        min_tokens: int,
+        max_tokens: int | None,
+        **sampling: Any,
+    ) -> None:
         prompt = tail
         if history is not None and self.old_sequences:  # a next turn
             prompt = [*self.old_sequences[history % len(self.old_sequences)], *tail]
+        min_tokens = min_tokens if max_tokens is None else min(min_tokens, max_tokens)
+        params = SamplingParams(min_tokens=min_tokens, max_tokens=max_tokens, **sampling)
         for _ in range(1 + same_again):
-            self._add(prompt, salt, SamplingParams(**sampling))
+            self._add(prompt, salt, params, num_choices)
 
-    def _add(self, prompt: list[int], salt: bytes, sampling: SamplingParams) -> None:
-        request_id = f"r{self.num_added}"
-        self.num_added += 1
-        request = Request(request_id, list(prompt), sampling, frozenset({EOS}), salt)
+    def _add(self, prompt: list[int], salt: bytes, sampling: SamplingParams, num_choices: int) -> None:
+        without = replace(sampling, prompt_logprobs=None)
+        requests = [
+            Request(f"r{self.num_added + index}", list(prompt), without if index else sampling, frozenset({EOS}), salt)
+            for index in range(num_choices)
+        ]
+        self.num_added += num_choices
         if len(prompt) + 1 > self.max_total_tokens:
             with pytest.raises(ContextLengthError):
-                self.scheduler.add(request)
+                self.scheduler.add(requests[0], requests[1:])
             return
-        self.scheduler.add(request)
-        self.lives[request_id] = Life(request, list(prompt), *expected_end(prompt, sampling, self.max_total_tokens))
-        self.live.append(request)
+        self.scheduler.add(requests[0], requests[1:])
+        for request in requests:
+            expected = expected_end(prompt, request.sampling, self.max_total_tokens)
+            self.lives[request.request_id] = Life(request, list(prompt), *expected)
+        self.live.append(requests[0])
+        if num_choices > 1:
+            self.forks[requests[0]] = requests[1:]
+
+    def _pick(self, index: int) -> Request:
+        """Any request that has not ended, from `live` or from `forks`, which it leaves as the scheduler says."""
+        candidates = [*self.live, *(fork for forks in self.forks.values() for fork in forks)]
+        request = candidates[index % len(candidates)]
+        if request not in self.live:
+            assert request.parent is not None
+            self.forks[request.parent].remove(request)
+            return request
+        place = self.live.index(request)
+        self.live.remove(request)
+        if request.status is RequestStatus.RUNNING:
+            place = self.scheduler.num_running - 1
+        self.live[place:place] = self.forks.pop(request, [])
+        return request
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 100))
     def abort(self, index: int) -> None:
-        request = self.live.pop(index % len(self.live))
+        request = self._pick(index)
         assert self.scheduler.abort(request.request_id) is request
         assert request.finish_reason is FinishReason.ABORT
         self._stopped_from_outside(request)
@@ -217,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 100))
     def finish(self, index: int) -> None:
-        request = self.live.pop(index % len(self.live))
+        request = self._pick(index)
         self.scheduler.finish(request, FinishReason.STOP, "stop string")
         assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "stop string")
         self._stopped_from_outside(request)
@@ -236,6 +303,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         runner_output = self._execute(output) if executed else None
         self.abort(index)
         self._update(output, runner_output)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 100), as_well=st.booleans())
+    def step_with_an_error(self, index: int, as_well: bool) -> None:
+        output = self._schedule()
+        ids = [item.request_id for item in output.scheduled]
+        failing = frozenset([ids[index % len(ids)], *(ids[:1] if as_well else ())])
+        self._update(output, self._execute(output, failing))
+        for item in output.scheduled:
+            if item.request_id in failing:
+                assert not any(self.scheduler.kv.pool._is_findable(block_id) for block_id in item.block_ids)
 
     def _schedule(self) -> SchedulerOutput:
         scheduler = self.scheduler
@@ -257,29 +335,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(item.block_ids) == -(-item.end // self.scheduler.kv.block_size)
         assert item.samples == (item.end == len(item.token_ids))
         assert item.num_prompt_tokens == len(life.prompt)
+        assert item.wants_prompt_logprobs == (
+            life.request.sampling.prompt_logprobs is not None and len(item.token_ids) == len(life.prompt)
+        )
         if life.num_cached_tokens is None:
             life.num_cached_tokens = item.start
+            assert not (item.wants_prompt_logprobs and item.start > 0)
         assert life.request.num_cached_tokens == life.num_cached_tokens
 
-    def _execute(self, output: SchedulerOutput) -> RunnerOutput:
+    def _execute(self, output: SchedulerOutput, failing: frozenset[str] = frozenset()) -> RunnerOutput:
         salts = {request_id: life.request.cache_salt for request_id, life in self.lives.items()}
-        return self.runner.execute(output, salts)
+        return self.runner.execute(output, salts, failing)
 
     def _update(self, output: SchedulerOutput, runner_output: RunnerOutput | None = None) -> None:
         runner_output = runner_output or self._execute(output)
         live_ids = {request.request_id for request in self.live}
-        expected = [
-            (item.request_id, tokens)
-            for item, tokens in zip(output.scheduled, runner_output.token_ids, strict=True)
-            if tokens and item.request_id in live_ids
+        taken = [
+            (item, result)
+            for item, result in zip(output.scheduled, runner_output.results, strict=True)
+            if item.request_id in live_ids
         ]
         news = self.scheduler.update(output, runner_output)
-        assert [(request.request_id, tokens) for request, tokens in news] == expected
-        for request, _ in news:
-            self._check_tokens(self.lives[request.request_id])
-            if request.status is RequestStatus.FINISHED:
-                self.live.remove(request)
-                self.old_sequences.append(request.token_ids)
+        assert [item.request.request_id for item in news] == [
+            item.request_id for item, result in taken if result.token_ids or result.prompt_logprobs or result.error
+        ]
+        for one in news:
+            self._check_news(one)
+            if one.request.status is RequestStatus.FINISHED:
+                self.live.remove(one.request)
+                self.old_sequences.append(one.request.token_ids)
+        released = [fork for item, _ in taken for fork in self._released(item)]
+        place = self.scheduler.num_running
+        self.live[place:place] = released
+
+    def _released(self, item: ScheduledRequest) -> list[Request]:
+        """The forks that no longer wait: their parent has computed its prompt, or failed."""
+        parent = self.lives[item.request_id].request
+        if item.end < len(self.lives[item.request_id].prompt) and parent.finish_reason is None:
+            return []
+        return self.forks.pop(parent, [])
+
+    def _check_news(self, news: RequestNews) -> None:
+        life = self.lives[news.request.request_id]
+        for position, entry in enumerate(news.prompt_logprobs, start=news.prompt_start):
+            life.prompt_logprobs[position] = entry.token_id
+        if news.error is not None:
+            assert (news.token_ids, news.request.finish_reason) == ((), FinishReason.ERROR)
+            life.stopped_from_outside = True
+        elif news.token_ids:
+            assert tuple(news.request.token_ids[-len(news.token_ids) :]) == news.token_ids
+        self._check_tokens(life)
 
     def _check_tokens(self, life: Life) -> None:
         request = life.request
@@ -289,9 +394,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if life.stopped_from_outside:
             return
         ended = request.status is RequestStatus.FINISHED
-        assert ended == (len(output) == len(life.output))
+        has_prompt = request.num_computed_tokens >= request.num_prompt_tokens
+        assert ended == (len(output) == len(life.output) and has_prompt)
         if ended:
             assert request.finish_reason is life.reason
+            if request.sampling.prompt_logprobs is not None:
+                assert life.prompt_logprobs == dict(enumerate(life.prompt[1:], start=1))
 
     def _stopped_from_outside(self, request: Request) -> None:
         life = self.lives[request.request_id]
@@ -308,21 +416,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     def requests_are_right(self) -> None:
         if hasattr(self, "scheduler"):
             check_requests(self.scheduler, self.live)
-            assert self.scheduler.has_work == bool(self.live)
+            waiting_forks = [fork for forks in self.forks.values() for fork in forks]
+            assert all(fork.status is RequestStatus.WAITING and not fork.block_ids for fork in waiting_forks)
+            assert self.scheduler.num_waiting == len(self.live) + len(waiting_forks) - self.scheduler.num_running
+            assert self.scheduler.has_work == bool(self.live)  # a fork never waits for nobody
 
     @invariant()
     def statistics_are_right(self) -> None:
         if hasattr(self, "scheduler"):
             kv = self.scheduler.kv
-            admitted = [life for life in self.lives.values() if life.num_cached_tokens is not None]
-            queries = sum(len(life.prompt) for life in admitted) if kv.prefix_caching else 0
-            assert kv.num_prefix_query_tokens == queries
-            assert kv.num_prefix_hit_tokens == sum(life.num_cached_tokens or 0 for life in admitted)
+            asked = [
+                life
+                for life in self.lives.values()
+                if life.num_cached_tokens is not None
+                and not life.request.is_fork
+                and life.request.sampling.prompt_logprobs is None
+            ]
+            assert kv.num_prefix_query_tokens == (sum(len(life.prompt) for life in asked) if kv.prefix_caching else 0)
+            assert kv.num_prefix_hit_tokens == sum(life.num_cached_tokens or 0 for life in asked)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(len(self.live) * self.max_total_tokens):  # each is the oldest for at most so many steps
+        num_unfinished = self.scheduler.num_running + self.scheduler.num_waiting
+        for _ in range(num_unfinished * self.max_total_tokens):  # each is the oldest for at most so many steps
             if not self.live:
                 break
             self._update(self._schedule())
@@ -333,7 +450,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -49,7 +49,10 @@ def test_a_missing_embedded_model_gives_the_remedy(monkeypatch: pytest.MonkeyPat
 
 def test_a_folder(tiny: dict[str, Any], write_json: WriteJson, tmp_path: Path) -> None:
     write_json("config.json", {**tiny, "eos_token_id": 1})
-    write_json("generation_config.json", {"eos_token_id": 2, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    write_json(
+        "generation_config.json",
+        {"eos_token_id": 2, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1},
+    )
     (tmp_path / "model.safetensors").touch()
     checkpoint = open_checkpoint(str(tmp_path))
     assert checkpoint.name == str(tmp_path)
@@ -59,6 +62,7 @@ def test_a_folder(tiny: dict[str, Any], write_json: WriteJson, tmp_path: Path) -
     assert checkpoint.config.eos_token_ids == {1, 2}
     defaults = checkpoint.generation
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p) == (0.6, 0.95, 20, None)
+    assert defaults.repetition_penalty == 1.1
 
 
 def test_a_folder_may_be_called_like_a_file(tiny: dict[str, Any], write_json: WriteJson, tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def test_mixed_step() -> None:
     assert inputs.metadata.query_lens_host == (1, 3, 2)
     assert inputs.metadata.seq_lens_host == (10, 6, 2)
     assert inputs.sample_rows.tolist() == [0, 5]
+    assert inputs.first_rows == (0, 1, 4)
+
+
+def test_decodes_lie_first_and_longest_first_while_rows_keep_the_order_of_the_step() -> None:
+    inputs = build(
+        item([300, 301, 302], 0, 3, [4]),
+        item([400, 401], 1, 2, [5]),
+        item([500, 501, 502], 2, 3, [6]),
+    )
+    assert inputs.token_ids.tolist() == [502, 401, 300, 301, 302]
+    assert inputs.first_rows == (2, 1, 0)
+    assert inputs.sample_rows.tolist() == [4, 1, 0]
 
 
 def test_no_row_samples() -> None:

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from miniserve.runner.sampler import Sampler, SampleRow, filter_logits, noise_seed
+from miniserve.runner.logits_processors import SampleRow
+from miniserve.runner.sampler import Sampler, filter_logits, noise_seed
 from miniserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -27,7 +28,14 @@ def rows(*params: SamplingParams, position: int = 0) -> list[SampleRow]:
 
 
 def draw(logits: Tensor, sample_rows: Sequence[SampleRow], seed: int = 0) -> list[int]:
-    return Sampler(CPU, seed).sample(logits, sample_rows)
+    return chosen(Sampler(CPU, seed), logits, sample_rows)
+
+
+def chosen(sampler: Sampler, logits: Tensor, sample_rows: Sequence[SampleRow]) -> list[int]:
+    """The token of each row, of which none is broken."""
+    token_ids = sampler.sample(logits, sample_rows)
+    assert None not in token_ids
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
 # Greedy
@@ -67,10 +75,10 @@ def test_mixed_batch() -> None:
     """Greedy rows stay greedy between random ones, and each row gets its own temperature."""
     logits = random_logits(40, 100)
     params = [SamplingParams(temperature=0 if i % 2 else 2.0) for i in range(40)]
-    chosen = draw(logits, rows(*params))
+    drawn = draw(logits, rows(*params))
     greedy = logits.argmax(-1).tolist()
-    assert chosen[1::2] == greedy[1::2]
-    assert chosen[::2] != greedy[::2]
+    assert drawn[1::2] == greedy[1::2]
+    assert drawn[::2] != greedy[::2]
 
 
 # Filters
@@ -251,6 +259,25 @@ def test_a_seeded_row_does_not_depend_on_the_past() -> None:
     assert first == again
 
 
+def test_a_seeded_row_does_not_see_penalties_logprobs_or_broken_rows() -> None:
+    """Rows that take other paths through the sampler must not shift the noise, or the logits, of a plain one."""
+    logits = random_logits(5, 500)
+    logits[3] = float("nan")
+    plain = [SampleRow(SamplingParams(seed=21), 4), SampleRow(SamplingParams(seed=22, top_p=0.8, temperature=1.5), 4)]
+    alone = [draw(logits[index : index + 1], [row])[0] for index, row in enumerate(plain)]
+    crowd = [
+        SampleRow(
+            SamplingParams(presence_penalty=2.0, repetition_penalty=5.0, top_k=7), 4, frozenset({9}), [1], [2, 3]
+        ),
+        SampleRow(SamplingParams(logprobs=5, min_p=0.1), 4),
+        SampleRow(SamplingParams(temperature=0, logit_bias={4: 100.0}), 4),
+    ]
+    together = Sampler(CPU, 1).sample(logits, [*plain, *crowd])
+    assert together[:2] == alone
+    assert together[3] is None and together[4] == 4
+    assert Sampler(CPU, 2).sample(logits.flip(0), [*plain, *crowd][::-1])[-2:] == alone[::-1]
+
+
 def test_seeds_and_positions_differ() -> None:
     logits = torch.zeros(200, 1000)
     by_seed = draw(logits, [SampleRow(SamplingParams(seed=seed), 0) for seed in range(-100, 100)])
@@ -271,8 +298,8 @@ def test_equal_rows_without_a_seed_differ() -> None:
     """Bug: without a seed, the same prompt at temperature 1 gave the same answer twice, also in one batch."""
     logits = torch.zeros(100, 1000)
     sampler = Sampler(CPU, seed=0)
-    first = sampler.sample(logits, rows(*[SamplingParams()] * 100))
-    second = sampler.sample(logits, rows(*[SamplingParams()] * 100))
+    first = chosen(sampler, logits, rows(*[SamplingParams()] * 100))
+    second = chosen(sampler, logits, rows(*[SamplingParams()] * 100))
     assert len(set(first)) > 80
     assert first != second
 

@@ -1,0 +1,80 @@
+"""What a request changes in its logits before a token is chosen: banned tokens, logit_bias, penalties.
+
+Owns the order of these changes. Every function is pure; rows that ask for nothing are never seen here. What the earlier
+tokens are is told anew in each step, so a preemption or a replay changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miniserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits: how its next token is to be chosen.
+
+    Attributes:
+        position: which output position it is; 0 is the first output token.
+        banned_ids: tokens that must not be chosen.
+        prompt_ids, output_ids: the tokens so far; only needed where the sampling has penalties.
+    """
+
+    sampling: SamplingParams
+    position: int
+    banned_ids: frozenset[int] = frozenset()
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the row's logits are not to be taken as the model gave them."""
+        return bool(self.banned_ids or self.sampling.logit_bias or self.sampling.has_penalties)
+
+
+def process_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """The logits after the changes that each row asks for, as a new tensor.
+
+    Args:
+        logits: fp32 [num_rows, vocab_size].
+        rows: one per row of logits.
+    """
+    processed = logits.clone()
+    for scores, row in zip(processed, rows, strict=True):
+        if row.banned_ids:
+            scores[_indices(row.banned_ids, logits.device)] = float("-inf")
+        if row.sampling.logit_bias:
+            biases = torch.tensor(list(row.sampling.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+            scores[_indices(row.sampling.logit_bias, logits.device)] += biases
+        if row.sampling.has_penalties:
+            _penalise(scores, row)
+    return processed
+
+
+def _penalise(scores: Tensor, row: SampleRow) -> None:
+    """Apply the three penalties to `scores`, fp32 [vocab_size], in place.
+
+    Repetition: Keskar et al., 2019 (CTRL), with the usual care for the sign; frequency and presence: OpenAI's
+    API reference, mu[j] - c[j] * frequency - (c[j] > 0) * presence.
+    """
+    sampling = row.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = _indices(np.unique([*row.prompt_ids, *row.output_ids]), scores.device)
+        # As fp32, the smallest legal penalties would be 0, and 0 times -inf, a banned token, is NaN.
+        penalty = max(sampling.repetition_penalty, torch.finfo(scores.dtype).tiny)
+        values = scores[seen]
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (sampling.frequency_penalty or sampling.presence_penalty) and row.output_ids:
+        token_ids, counts = np.unique(row.output_ids, return_counts=True)
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+        scores[_indices(token_ids, scores.device)] -= torch.from_numpy(penalties).to(scores.device, scores.dtype)
+
+
+def _indices(token_ids: Iterable[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(token_ids), dtype=torch.int64, device=device)

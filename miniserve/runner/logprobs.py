@@ -1,0 +1,59 @@
+"""How probable tokens are: from rows of logits to `TokenLogprobs`, through one transfer to the host.
+
+Takes the logits as the model gave them, and knows nothing of what a request changes in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+import torch
+from torch import Tensor
+
+from miniserve.outputs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobQuery:
+    """Which token's logprob is asked for in which row, and how many of the most probable tokens beside it."""
+
+    row: int
+    token_id: int
+    num_top: int
+
+
+def pack_logprobs(logits: Tensor, queries: Sequence[LogprobQuery], num_top: int) -> Tensor:
+    """What `unpack_logprobs` needs, small, and still on the device.
+
+    Args:
+        logits: fp32 [num_queries, vocab_size], the row of each query.
+        queries: one per row of logits.
+        num_top: the most that any query asks for, of these and of those that will be unpacked together with them.
+
+    Returns:
+        int32 [num_queries, 1 + 2 * num_top]: the bits of the token's fp32 logprob and of the most probable ones', which
+        are NaN where the row has no probabilities, then the ids of the latter.
+    """
+    token_ids = torch.tensor([query.token_id for query in queries], device=logits.device)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    total = total.masked_fill(~total.isfinite(), float("nan"))  # a logit of +inf, or all of them -inf
+    top_values, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
+    values = torch.cat((logits.gather(-1, token_ids.unsqueeze(1)), top_values), dim=-1)
+    return torch.cat(((values - total).view(torch.int32), top_ids.int()), dim=-1)
+
+
+def unpack_logprobs(packed: Tensor, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs | None]:
+    """The answers, one per row of what `pack_logprobs` gave; None where the row's logits are not finite."""
+    num_top = (packed.shape[1] - 1) // 2
+    on_host = packed.cpu()
+    logprobs: list[list[float]] = on_host[:, : 1 + num_top].contiguous().view(torch.float32).tolist()
+    top_ids: list[list[int]] = on_host[:, 1 + num_top :].tolist()
+    rows = zip(queries, logprobs, top_ids, strict=True)
+    return [None if isnan(values[0]) else _entry(query, values, ids) for query, values, ids in rows]
+
+
+def _entry(query: LogprobQuery, logprobs: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:
+    top = zip(top_ids[: query.num_top], logprobs[1 : 1 + query.num_top], strict=True)
+    return TokenLogprobs(query.token_id, logprobs[0], tuple(top))

@@ -1,0 +1,123 @@
+"""Bans, biases and penalties against a plain loop over the tokens, and through the sampler."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miniserve.runner.logits_processors import SampleRow, process_logits
+from miniserve.runner.sampler import Sampler
+from miniserve.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 12
+TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
+
+
+def by_the_book(logits: list[float], row: SampleRow) -> list[float]:
+    """One token after the other, in double precision."""
+    sampling = row.sampling
+    scores = []
+    for token_id, logit in enumerate(logits):
+        score = -inf if token_id in row.banned_ids else logit
+        score += sampling.logit_bias.get(token_id, 0.0)
+        if token_id in row.prompt_ids or token_id in row.output_ids:
+            score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
+        count = sum(output_id == token_id for output_id in row.output_ids)
+        score -= sampling.frequency_penalty * count
+        if count > 0:
+            score -= sampling.presence_penalty
+        scores.append(score)
+    return scores
+
+
+@st.composite
+def sample_rows(draw: st.DrawFn) -> SampleRow:
+    sampling = SamplingParams(
+        presence_penalty=draw(st.sampled_from([0.0, 0.5, -2.0, 2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.25, -1.0, 2.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.2, 0.5, 100.0])),
+        logit_bias=draw(st.dictionaries(TOKEN_IDS, st.sampled_from([-100.0, -1.5, 0.0, 2.0, 100.0]), max_size=4)),
+    )
+    return SampleRow(
+        sampling,
+        position=0,
+        banned_ids=draw(st.frozensets(TOKEN_IDS, max_size=4)),
+        prompt_ids=draw(st.lists(TOKEN_IDS, max_size=20)),
+        output_ids=draw(st.lists(TOKEN_IDS, max_size=20)),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows=st.lists(sample_rows(), min_size=1, max_size=4), seed=st.integers(0, 3))
+def test_against_a_loop_over_the_tokens(rows: list[SampleRow], seed: int) -> None:
+    logits = torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 4
+    logits[:, 2] = 0.0
+    logits[:, 3] = -inf
+    before = logits.clone()
+    processed = process_logits(logits, rows)
+    assert torch.equal(logits, before), "the logprobs are still to be taken of them"
+    expected = [by_the_book(values, row) for values, row in zip(logits.tolist(), rows, strict=True)]
+    np.testing.assert_allclose(processed.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "banned_ids", "changes"),
+    [
+        ({}, frozenset(), False),
+        ({"seed": 1, "top_p": 0.5, "logprobs": 3, "min_tokens": 2}, frozenset(), False),
+        ({}, frozenset({1}), True),
+        ({"logit_bias": {1: 0.5}}, frozenset(), True),
+        ({"presence_penalty": -0.1}, frozenset(), True),
+        ({"frequency_penalty": 0.1}, frozenset(), True),
+        ({"repetition_penalty": 0.9}, frozenset(), True),
+    ],
+)
+def test_who_changes_logits(sampling: dict[str, Any], banned_ids: frozenset[int], changes: bool) -> None:
+    assert SampleRow(SamplingParams(**sampling), 0, banned_ids).changes_logits is changes
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, 0),
+        ({"presence_penalty": 2.0}, 1),
+        ({"frequency_penalty": 1.0}, 1),
+        ({"repetition_penalty": 3.0}, 2),
+        ({"logit_bias": {7: 100.0}}, 7),
+        ({"logit_bias": {0: -100.0}}, 1),
+    ],
+)
+def test_greedy_heeds_them(sampling: dict[str, Any], expected: int) -> None:
+    """Bug: presence_penalty was accepted, and silently ignored where the sampling was greedy."""
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, :3] = torch.tensor([4.0, 3.5, 3.0])
+    params = SamplingParams(temperature=0, **sampling)
+    row = SampleRow(params, 2, prompt_ids=[1], output_ids=[0, 0])
+    assert Sampler(CPU, 0).sample(logits, [row]) == [expected]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("repetition_penalty", [1.0, 100.0, 1e-45, 1e-300])
+def test_a_banned_token_is_never_chosen(sampling: dict[str, Any], repetition_penalty: float) -> None:
+    """Bug: a repetition penalty too small for fp32 made 0 of itself, and NaN, the choice, of what was banned."""
+    logits = torch.arange(float(VOCAB_SIZE)).expand(200, -1)
+    params = SamplingParams(repetition_penalty=repetition_penalty, **sampling)
+    everything = list(range(VOCAB_SIZE))
+    row = SampleRow(params, 5, frozenset({VOCAB_SIZE - 1, 2}), prompt_ids=everything, output_ids=everything)
+    chosen = Sampler(CPU, 0).sample(logits, [row] * 200)
+    assert None not in chosen and not {2, VOCAB_SIZE - 1} & set(chosen)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"seed": 1, "min_p": 0.1}])
+def test_when_everything_is_banned_a_token_is_chosen_all_the_same(sampling: dict[str, Any]) -> None:
+    """The vocabulary may hold nothing but end tokens; it is no fault of the model's, and must not raise."""
+    row = SampleRow(SamplingParams(**sampling), 0, frozenset(range(VOCAB_SIZE)))
+    [chosen] = Sampler(CPU, 0).sample(torch.zeros(1, VOCAB_SIZE), [row])
+    assert chosen is not None and 0 <= chosen < VOCAB_SIZE
