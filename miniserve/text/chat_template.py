@@ -3,12 +3,13 @@
 Templates come with checkpoints and are written for transformers: the environment offers what they find
 there, in a sandbox, because a template is code of strangers. Messages are brought to the one shape that
 every template takes before they are rendered. Does not know tokens: the caller tokenises the rendered text
-without adding special tokens, for templates write their own.
+without adding special tokens, for templates write their own. What users spell like one is told apart in pieces.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -20,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from miniserve.errors import CheckpointError, InvalidParameterError
+from miniserve.text.spelling import Piece, SpellingMarks
 from miniserve.text.tokenizer import require_encodable
 
 Message = Mapping[str, Any]
@@ -38,6 +40,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
         self._special_tokens = dict(special_tokens)
         self._template = _compile(source) if source is not None else None
 
@@ -49,10 +52,27 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text for `messages`.
+        """The prompt text for `messages`; arguments and errors as those of `render_pieces`."""
+        pieces = self.render_pieces(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=template_kwargs
+        )
+        return "".join(piece.text for piece in pieces)
+
+    def render_pieces(
+        self,
+        messages: Sequence[Message],
+        *,
+        special_spellings: re.Pattern[str] | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Piece]:
+        """The prompt text for `messages`, in pieces where they spell special tokens, in one piece otherwise.
 
         Args:
             messages: as in OpenAI's API; content is a string, null or a list of text parts.
+            special_spellings: `Tokenizer.special_spellings`; what it finds in `messages` and `tools` comes back as
+                literal pieces. None finds nothing.
             add_generation_prompt: end with the header of the assistant's turn.
             tools: function descriptions, for templates that know them.
             template_kwargs: more variables for the template (`enable_thinking`, ...).
@@ -73,18 +93,15 @@ class ChatTemplate:
                 f"chat_template_kwargs must not set {', '.join(sorted(taken))}: use the request fields of these names",
                 param="chat_template_kwargs",
             )
-        prompt = self._render(
-            {"documents": None}
-            | self._special_tokens
-            | dict(variables)
-            | {
-                "messages": [_normalise(message, f"messages[{i}]") for i, message in enumerate(messages)],
-                "tools": list(tools) if tools else None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        users = {
+            "messages": [_normalise(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            "tools": list(tools) if tools else None,
+        }
+        others = {"documents": None} | self._special_tokens | dict(variables)
+        marks = SpellingMarks(special_spellings, users, others, self._source)
+        prompt = self._render(others | marks.put(users) | {"add_generation_prompt": add_generation_prompt})
         require_encodable(prompt, param="messages")
-        return prompt
+        return marks.take(prompt)
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         assert self._template is not None

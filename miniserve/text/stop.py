@@ -16,29 +16,35 @@ class StopMatcher:
 
     Each stop string is followed with the Knuth-Morris-Pratt automaton: all pushes together cost time linear
     in the text, times the number of stop strings.
+
+    Args:
+        stops: non-empty strings.
+        include: the stop string is part of what may be shown. Then nothing needs to be held back.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = stops
+        self._include = include
         self._fallbacks = [_fallbacks(stop) for stop in stops]
         self._matched = [0] * len(stops)  # how much of each stop string the text ends with
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Add generated text; returns the text that may be shown, and the stop string that ended it.
 
-        After a match nothing may be pushed any more: what follows the stop string is dropped.
+        Without `may_stop`, a stop string that `text` completes does not count; one that begins in it and is complete
+        later does. After a match nothing may be pushed any more: what follows the stop string is dropped.
         """
         assert not self._stopped, "text pushed after a stop string"
         seen = self._held + text
         for end in range(len(self._held) + 1, len(seen) + 1):
             stop = self._advance(seen[end - 1])
-            if stop is not None:
+            if stop is not None and may_stop:
                 self._held, self._stopped = "", True
-                return seen[: end - len(stop)], stop
-        shown = len(seen) - max(self._matched, default=0)
+                return seen[: end if self._include else end - len(stop)], stop
+        shown = len(seen) - (0 if self._include else max(self._matched, default=0))
         self._held = seen[shown:]
         return seen[:shown], None
 
@@ -56,9 +62,12 @@ class StopMatcher:
                 matched = fallbacks[matched - 1]
             if stop[matched] == char:
                 matched += 1
+            if matched == len(stop):
+                # If this match does not count, the next one may begin with what it ends with.
+                matched = fallbacks[-1]
+                if complete is None or len(stop) > len(complete):
+                    complete = stop
             self._matched[index] = matched
-            if matched == len(stop) and (complete is None or len(stop) > len(complete)):
-                complete = stop
         return complete
 
 

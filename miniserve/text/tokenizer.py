@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miniserve.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from miniserve.text.spelling import Piece, compile_spellings
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
 _SENTENCEPIECE_SPACE = "\u2581"  # the visible stand-in for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte that no other token covers
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MOST_SHORTENED = 4  # how much a normaliser (NFC, stripping) may shorten a text, generously
 
 
 class Tokenizer:
@@ -36,6 +39,7 @@ class Tokenizer:
         num_token_ids: one more than the largest id.
         bos_token_id, eos_token_id: None where the tokenizer has none.
         special_tokens: spelling of the named special tokens (bos_token, eos_token, ...), for chat templates.
+        special_spellings: finds the longest special token spelled at a place in a text; None without such tokens.
         chat_template: Jinja source, or None.
     """
 
@@ -48,12 +52,18 @@ class Tokenizer:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
         self._backend = backend
         self._bytes = _token_bytes(backend.get_vocab(with_added_tokens=False), added, _spelling(decoder))
+        self._plain = _plain_backend(backend)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._ids_of_special = {added[token_id].content: token_id for token_id in sorted(self._special_ids)}
+        self._added_spellings = compile_spellings(token.content for token in added.values())
+        self._lstrip = frozenset(token.content for token in added.values() if token.lstrip)
         self.vocab_size = len(self._bytes)
         self.num_token_ids = max(self._bytes, default=-1) + 1
+        self._longest_token = max(map(len, self._bytes.values()), default=1)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.special_tokens = _named_special_tokens(tokenizer)
+        self.special_spellings = compile_spellings(self._ids_of_special)
         self.chat_template = _chat_template(tokenizer.chat_template)
 
     @classmethod
@@ -105,6 +115,48 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_pieces(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
+        """Token ids of the joined pieces, as `encode`, except that no special token is found in a literal piece.
+
+        A piece tokenises as it would in the middle of a text: SentencePiece style puts no space before it.
+        """
+        if not any(piece.literal for piece in pieces):
+            return self.encode("".join(piece.text for piece in pieces), add_special_tokens=add_special_tokens)
+        text = "".join(piece.text for piece in pieces)
+        require_encodable(text, param="prompt")
+        ids: list[int] = []
+        for index, piece in enumerate(pieces):
+            if piece.literal:
+                ids += self._encode_literal(piece.text)
+            elif index == 0:
+                ids += self._backend.encode(piece.text, add_special_tokens=False).ids
+            else:
+                ids += self._encode_continued(piece.text)
+        before, after = self._surroundings(text) if add_special_tokens else ([], [])
+        return before + ids + after
+
+    def _encode_literal(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) == 1 or self._special_ids.isdisjoint(ids):
+            return ids
+        # Some vocabularies (Unigram) spell special tokens too: in parts they cannot match.
+        return self._encode_literal(text[:1]) + self._encode_literal(text[1:])
+
+    def _encode_continued(self, text: str) -> list[int]:
+        """Behind a literal piece: up to the next added token as plain text, from there on as always."""
+        match = self._added_spellings.search(text) if self._added_spellings else None
+        start = match.start() if match else len(text)
+        if match and match[0] in self._lstrip:
+            start = len(text[:start].rstrip())
+        ids: list[int] = self._plain.encode(text[:start], add_special_tokens=False).ids
+        return ids + self._backend.encode(text[start:], add_special_tokens=False).ids
+
+    def _surroundings(self, text: str) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after `text`."""
+        whole = self._backend.encode(text, add_special_tokens=True)
+        own = [place for place, sequence in enumerate(whole.sequence_ids) if sequence is not None]
+        return (whole.ids[: own[0]], whole.ids[own[-1] + 1 :]) if own else (whole.ids, [])
+
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", errors="replace")
@@ -117,6 +169,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token: of a special token its spelling, of an id outside the vocabulary none."""
         return self._bytes.get(token_id, b"")
+
+    def min_num_tokens(self, num_characters: int) -> int:
+        """A text of this length has at least as many tokens: a bound that needs no tokenising."""
+        return num_characters // (_MOST_SHORTENED * self._longest_token)
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is spelled exactly so; None if there is none."""
+        return self._ids_of_special.get(text)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token rather than text."""
@@ -159,6 +219,38 @@ def _chat_template(template: str | Mapping[str, str] | None) -> str | None:
     if isinstance(template, Mapping):
         return template.get("default")
     return template
+
+
+# Text without special tokens
+
+
+def _plain_backend(backend: Backend) -> Backend:
+    """The same model without added tokens, and without the space that SentencePiece style puts before a text."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    steps = {name: _without_prefix(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
+    plain = type(backend).from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": empty} | steps))
+    plain.model = backend.model  # shared, not copied
+    return plain
+
+
+def _without_prefix(component: Any) -> dict[str, Any] | None:
+    """The description of a normalizer or pre-tokenizer, without what it puts before a text."""
+    return _drop_prefix(json.loads(component.__getstate__())) if component is not None else None
+
+
+def _drop_prefix(step: dict[str, Any]) -> dict[str, Any]:
+    match step["type"]:
+        case "Sequence":
+            key = "normalizers" if "normalizers" in step else "pretokenizers"
+            return step | {key: [_drop_prefix(inner) for inner in step[key]]}
+        case "Prepend":
+            return {"type": "Sequence", "normalizers": []}
+        case "Metaspace":
+            return step | {"prepend_scheme": "never"}
+        case "ByteLevel" if "add_prefix_space" in step:
+            return step | {"add_prefix_space": False}
+        case _:
+            return step
 
 
 # What the bytes of a token are

@@ -131,3 +131,64 @@ def test_pushing_after_a_match_is_a_mistake() -> None:
     matcher.push("x")
     with pytest.raises(AssertionError):
         matcher.push("y")
+
+
+# The stop string in the text
+
+
+@settings(max_examples=500)
+@given(stops=STOPS, pushes=PUSHES)
+def test_include_shows_the_stop_string_and_holds_nothing_back(stops: tuple[str, ...], pushes: list[str]) -> None:
+    matcher = StopMatcher(stops, include=True)
+    shown, stop = "", None
+    for text in pushes:
+        visible, stop = matcher.push(text)
+        shown += visible
+        if stop is not None:
+            break
+        assert visible == text
+    expected, expected_stop = find(stops, "".join(pushes))
+    assert (shown, stop) == (expected + (expected_stop or ""), expected_stop)
+    assert matcher.flush() == ""
+
+
+# Stop strings that come too early
+
+
+@settings(max_examples=1000)
+@given(stops=STOPS, pushes=PUSHES, num_early=st.integers(0, 12), include=st.booleans())
+def test_early_stops_do_not_count(stops: tuple[str, ...], pushes: list[str], num_early: int, include: bool) -> None:
+    matcher = StopMatcher(stops, include=include)
+    shown, stop = "", None
+    for index, text in enumerate(pushes):
+        visible, stop = matcher.push(text, may_stop=index >= num_early)
+        shown += visible
+        if stop is not None:
+            break
+    shown += matcher.flush()
+    text, early = "".join(pushes), len("".join(pushes[:num_early]))
+    # The rule, plainly: of the matches that end behind the early text, the one that ends first, then the longest.
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(early + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (shown, stop) == (text, None)
+    else:
+        end, negative_length, expected = min(ends)
+        assert (shown, stop) == (text[: end if include else end + negative_length], expected)
+
+
+def test_stop_that_begins_early_and_completes_later_counts() -> None:
+    matcher = StopMatcher(("END",))
+    assert matcher.push("an END, E", may_stop=False) == ("an END, ", None)
+    assert matcher.push("ND") == ("", "END")
+
+
+def test_early_match_may_begin_the_next() -> None:
+    """After "aa" that did not count, one more "a" completes it again."""
+    matcher = StopMatcher(("aa",))
+    assert matcher.push("aa", may_stop=False) == ("a", None)
+    assert matcher.push("a") == ("", "aa")
