@@ -1,24 +1,32 @@
 """The engine: one `step` after the other, for all requests at once. The loop that everything else serves.
 
-Single-threaded: whoever owns an engine calls it from one thread only.
+Single-threaded: whoever owns an engine calls it from one thread only. What goes wrong is kept as small as it can be: a
+request that the runner or the output processor cannot handle ends with an error, and the others do not notice. The
+scheduler's state belongs to all requests: an exception there is the end of the engine, and propagates.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from miniserve.core.request import Request
-from miniserve.core.schedule import RunnerOutput, SchedulerOutput
-from miniserve.core.scheduler import Scheduler
+from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.engine.metrics import MetricsHook, StepStats
-from miniserve.engine.output_processor import OutputProcessor
+from miniserve.engine.output_processor import OutputProcessor, Processed
 from miniserve.outputs import EngineOutput, FinishReason
+
+logger = logging.getLogger(__name__)
+
+# What users are told; the traceback is for the log.
+ENGINE_FAILED = "the engine failed on this request"
 
 
 class Runner(Protocol):
-    """What computes a step: `runner.ModelRunner`, or a script in tests."""
+    """What computes a step: `runner.ModelRunner`, or a script in tests. Computing a step twice does no harm."""
 
     def execute(self, step: SchedulerOutput) -> Any:
         """The logits of the requests that sample, in whatever form `sample` takes them."""
@@ -41,20 +49,27 @@ class Engine:
         self.runner = runner
         self.output_processor = output_processor
         self.hooks = hooks
+        self._failed_hooks: set[int] = set()
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, forks: Sequence[Request] = (), *, arrival: float | None = None) -> None:
+        """Queue a request, and `forks`, the other choices of its prompt.
+
+        Args:
+            request: the only choice, or the first one.
+            forks: see `Scheduler.add`.
+            arrival: when it was submitted, on the clock of `time.perf_counter`; None is now.
 
         Raises:
-            RequestError: it can never run.
+            RequestError: it can never run. Nothing was added then.
         """
-        self.scheduler.add(request)
-        self.output_processor.add(request)
+        self.scheduler.add(request, forks)
+        for choice in (request, *forks):
+            self.output_processor.add(choice, arrival)
 
     def abort(self, request_id: str) -> EngineOutput | None:
         """End a request at once and free its blocks; None if it is unknown or has ended."""
@@ -62,32 +77,62 @@ class Engine:
         if request is None:
             return None
         output = self.output_processor.abort(request)
-        self._report_finished(output)
+        self._tell(lambda hook: hook.on_output(request, output, None))
         return output
 
     def step(self) -> list[EngineOutput]:
-        """Compute one step of all scheduled requests; returns what it added to each that got a token."""
+        """Compute one step of all scheduled requests; returns what it added to each that got a token or ended."""
         start = time.perf_counter()
         step = self.scheduler.schedule()
         if not step.scheduled:
             return []
-        logits = self.runner.execute(step)
-        sampled = self.runner.sample(step, logits)
-        news = self.scheduler.update(step, sampled)
-        outputs = [self._output(request, token_ids) for request, token_ids in news]
+        self.output_processor.scheduled(step)
+        computed = self._compute(step)
+        news = self.scheduler.update(step, computed)
+        outputs = [output for item in news if (output := self._output(item)) is not None]
         stats = StepStats.of(step, self.scheduler, time.perf_counter() - start)
-        for hook in self.hooks:
-            hook.on_step(stats)
+        self._tell(lambda hook: hook.on_step(stats))
         return outputs
 
-    def _output(self, request: Request, token_ids: tuple[int, ...]) -> EngineOutput:
-        output, stop = self.output_processor.process(request, token_ids)
-        if stop is not None:
-            self.scheduler.finish(request, FinishReason.STOP, stop)
-        if output.finish_reason is not None:
-            self._report_finished(output)
+    def _compute(self, step: SchedulerOutput) -> RunnerOutput:
+        try:
+            return self.runner.sample(step, self.runner.execute(step))
+        except Exception:
+            logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
+            return RunnerOutput(tuple(self._compute_alone(item) for item in step.scheduled))
+
+    def _compute_alone(self, item: ScheduledRequest) -> RunnerResult:
+        """One request in a step of its own: it is the one that fails, or it goes on unharmed."""
+        step = SchedulerOutput((item,))
+        try:
+            [result] = self.runner.sample(step, self.runner.execute(step)).results
+            return result
+        except Exception:
+            logger.exception("request %s failed, and ends", item.request_id)
+            return RunnerResult(error=ENGINE_FAILED)
+
+    def _output(self, news: RequestNews) -> EngineOutput | None:
+        request = news.request
+        try:
+            processed = self.output_processor.process(news)
+        except Exception:
+            logger.exception("the output of request %s failed, and it ends", request.request_id)
+            self.scheduler.finish(request, FinishReason.ERROR)
+            processed = Processed(self.output_processor.fail(request, ENGINE_FAILED))
+        if processed is None:
+            return None
+        if processed.stop is not None:
+            self.scheduler.finish(request, FinishReason.STOP, processed.stop)
+        output, gap = processed.output, processed.gap
+        self._tell(lambda hook: hook.on_output(request, output, gap))
         return output
 
-    def _report_finished(self, output: EngineOutput) -> None:
-        for hook in self.hooks:
-            hook.on_finished(output)
+    def _tell(self, call: Callable[[MetricsHook], None]) -> None:
+        """Call every hook; whatever one raises stays here, and is logged once per hook."""
+        for index, hook in enumerate(self.hooks):
+            try:
+                call(hook)
+            except Exception:
+                if index not in self._failed_hooks:
+                    self._failed_hooks.add(index)
+                    logger.exception("%s failed; further failures of it are not logged", type(hook).__name__)

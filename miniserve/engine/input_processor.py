@@ -1,17 +1,20 @@
 """From what a user sends (text, messages or token ids) to a `Request`: render, tokenise, check.
 
-Everything that can be wrong with one request is found here, before it meets the scheduler.
+Everything that can be wrong with one request is found here, before it meets the scheduler. Called from any thread: it
+changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miniserve.core.request import Request
 from miniserve.errors import ContextLengthError, InvalidParameterError
 from miniserve.sampling_params import SamplingParams
 from miniserve.text.chat_template import ChatTemplate
+from miniserve.text.spelling import Piece
 from miniserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -21,8 +24,13 @@ Message = Mapping[str, Any]
 class InputProcessor:
     """Holds what is the same for all requests of an engine.
 
-    `num_token_ids`: ids from 0 that the model and the tokenizer both know. `eos_token_ids`: the union of what the
-    model's config, its generation config and the tokenizer name.
+    Args:
+        tokenizer: the model's.
+        num_token_ids: ids from 0 that the model and the tokenizer both know.
+        max_model_len: tokens of the longest sequence, prompt and output together.
+        kv_capacity_tokens: tokens that the KV cache holds.
+        eos_token_ids: the union of what the model's config, its generation config and the tokenizer name.
+        chat_template: in place of the tokenizer's own.
     """
 
     def __init__(
@@ -31,68 +39,175 @@ class InputProcessor:
         *,
         num_token_ids: int,
         max_model_len: int,
+        kv_capacity_tokens: int,
         eos_token_ids: frozenset[int],
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.chat_template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        self.chat_template = chat_template or ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self.num_token_ids = num_token_ids
         self.max_model_len = max_model_len
+        self.kv_capacity_tokens = kv_capacity_tokens
         self.eos_token_ids = eos_token_ids
 
-    def process_prompt(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def process_prompt(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool = True
+    ) -> Request:
         """A request from text, or from token ids, which are taken as they are.
 
         Raises:
             InvalidParameterError, ContextLengthError: the request is wrong; see the message.
+        """
+        if isinstance(prompt, str):
+            self._check_text_length([prompt], param="prompt")
+        token_ids = self.tokenize_prompt(prompt, add_special_tokens=add_special_tokens)
+        return self._request(request_id, token_ids, sampling, param="prompt")
+
+    def process_chat(
+        self,
+        request_id: str,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        *,
+        add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """A request from a conversation. The template writes BOS and the like, so the tokenizer adds none.
+
+        Raises:
+            InvalidParameterError, ContextLengthError: as above, or there is no template, or it refuses.
+        """
+        pieces = self._render(messages, add_generation_prompt=True, template_kwargs=template_kwargs)
+        self._check_text_length([piece.text for piece in pieces], param="messages")
+        token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=add_special_tokens)
+        return self._request(request_id, token_ids, sampling, param="messages")
+
+    def choices(self, request: Request, n: int) -> list[Request]:
+        """`request` and n - 1 forks of it, which share its prompt and differ in their seeds.
+
+        Prompt logprobs, which are the same for all, are the first one's.
+        """
+        return [request, *(self._fork(request, index) for index in range(1, n))]
+
+    def tokenize_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt, checked against the vocabulary.
+
+        Raises:
+            InvalidParameterError: it is of a wrong type, has an unknown id, or is not valid Unicode.
         """
         if not isinstance(prompt, (str, Sequence)):
             raise InvalidParameterError(
                 f"a prompt must be text or a list of token ids, got {type(prompt).__name__}", param="prompt"
             )
         if isinstance(prompt, str):
-            return self._request(request_id, self.tokenizer.encode(prompt, add_special_tokens=True), sampling)
-        token_ids = list(prompt)
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        token_ids: list[int] = list(prompt)
         self._check_token_ids(token_ids, param="prompt")
-        return self._request(request_id, token_ids, sampling)
+        return token_ids
 
-    def process_chat(self, request_id: str, messages: Sequence[Message], sampling: SamplingParams) -> Request:
-        """A request from a conversation. The template writes BOS and the like, so the tokenizer adds none.
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a rendered conversation. Special tokens that a message spells out are text in it.
 
         Raises:
-            InvalidParameterError, ContextLengthError: as above, or there is no template, or it refuses.
+            InvalidParameterError: there is no template, it refuses, or the messages are malformed.
         """
-        text = self.chat_template.render(messages, add_generation_prompt=True)
-        return self._request(request_id, self.tokenizer.encode(text, add_special_tokens=False), sampling)
+        pieces = self._render(messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs)
+        return self.tokenizer.encode_pieces(pieces, add_special_tokens=add_special_tokens)
 
-    def _request(self, request_id: str, token_ids: list[int], sampling: SamplingParams) -> Request:
-        if not token_ids:
-            raise InvalidParameterError("the prompt is empty: it has no tokens", param="prompt")
-        self._check_length(len(token_ids), sampling.max_tokens)
-        self._check_token_ids(sampling.stop_token_ids, param="stop_token_ids")
-        return Request(request_id, token_ids, sampling, self.eos_token_ids)
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        num_tokens = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
-        if num_tokens <= self.max_model_len:
-            return
-        if num_prompt_tokens >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, prompt and "
-                "output together: shorten the prompt, or raise --max-model-len",
-                param="prompt",
-            )
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens asks for {max_tokens} more, "
-            f"{num_tokens} in all; the context holds {self.max_model_len}: ask for at most "
-            f"{self.max_model_len - num_prompt_tokens}",
-            param="max_tokens",
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> list[Piece]:
+        return self.chat_template.render_pieces(
+            messages,
+            special_spellings=self.tokenizer.special_spellings,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
         )
 
-    def _check_token_ids(self, token_ids: Sequence[int], *, param: str) -> None:
+    def _request(self, request_id: str, token_ids: list[int], sampling: SamplingParams, *, param: str) -> Request:
+        if not token_ids:
+            raise InvalidParameterError("the prompt is empty: it has no tokens", param=param)
+        self._check_length(len(token_ids), sampling.max_tokens, param=param)
+        self._check_token_ids(sampling.stop_token_ids, param="stop_token_ids")
+        self._check_token_ids(sampling.logit_bias, param="logit_bias")
+        return Request(request_id, token_ids, self._with_special_stops(sampling), self.eos_token_ids)
+
+    def _with_special_stops(self, sampling: SamplingParams) -> SamplingParams:
+        """Special tokens leave no text: a stop string that spells one has to match by its id."""
+        ids = [token_id for stop in sampling.stop if (token_id := self.tokenizer.special_id(stop)) is not None]
+        return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ids)) if ids else sampling
+
+    def _fork(self, request: Request, index: int) -> Request:
+        sampling = replace(request.sampling, prompt_logprobs=None)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=_as_int64(sampling.seed + index))
+        return Request(
+            f"{request.request_id}-{index}",
+            list(request.token_ids),
+            sampling,
+            request.eos_token_ids,
+            request.cache_salt,
+            parent=request,
+        )
+
+    def _check_text_length(self, texts: Sequence[str], *, param: str) -> None:
+        """Refuse what can never fit before it is tokenised: a body of megabytes would take a core for half a minute."""
+        num_tokens = self.tokenizer.min_num_tokens(sum(map(len, texts)))
+        if num_tokens > self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has more than {num_tokens} tokens; the context holds {self.max_model_len}, prompt and "
+                "output together: shorten the prompt",
+                param=param,
+            )
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
+        wanted = 1 if max_tokens is None else max(1, max_tokens)  # computing a prompt yields one token, wanted or not
+        if num_prompt_tokens + wanted > self.max_model_len:
+            asked = f" and max_tokens asks for {max_tokens} more" if max_tokens else " and needs room for one more"
+            room = self.max_model_len - num_prompt_tokens
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens{asked}, {num_prompt_tokens + wanted} in all; the context "
+                f"holds {self.max_model_len}: "
+                + ("shorten the prompt" if room < 1 else f"ask for at most {room}, or shorten the prompt"),
+                param=param if room < 1 else "max_tokens",
+            )
+        if num_prompt_tokens + 1 > self.kv_capacity_tokens:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and needs room for one more; the KV cache of this server "
+                f"holds {self.kv_capacity_tokens}: shorten the prompt",
+                param=param,
+            )
+
+    def _check_token_ids(self, token_ids: Iterable[int], *, param: str) -> None:
         for token_id in token_ids:
             valid = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not valid or not 0 <= token_id < self.num_token_ids:
                 raise InvalidParameterError(
-                    f"{param} has the token id {token_id!r}; the vocabulary goes from 0 to {self.num_token_ids - 1}",
+                    f"{param} has the token id {_shown(token_id)}; the vocabulary goes from 0 to "
+                    f"{self.num_token_ids - 1}",
                     param=param,
                 )
+
+
+def _as_int64(number: int) -> int:
+    """Seeds wrap around like 64-bit integers."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _shown(value: object) -> str:
+    """A wrong token id in an error message: what a user sends may be of any size."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+    return text if len(text) <= 100 else text[:100] + "..."

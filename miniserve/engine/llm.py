@@ -11,8 +11,8 @@ from miniserve.config import EngineConfig
 from miniserve.core.request import Request
 from miniserve.engine.build import EngineParts, LoadProgress, build_engine
 from miniserve.engine.input_processor import Message, Prompt
-from miniserve.errors import InvalidParameterError
-from miniserve.outputs import EngineOutput, RequestOutput
+from miniserve.errors import InternalError, InvalidParameterError
+from miniserve.outputs import EngineOutput, FinishReason, RequestOutput
 from miniserve.sampling_params import SamplingParams
 
 
@@ -109,6 +109,10 @@ class LLM:
         """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest.
 
         Several streams may be open: each step serves the requests of all, and each stream yields its own.
+
+        Raises:
+            RequestError: a request can never run.
+            InternalError: the engine failed on a request; the rest is aborted.
         """
         engine = self._parts.engine
         inbox: deque[EngineOutput] = deque()
@@ -124,6 +128,8 @@ class LLM:
                     self._step()
                     continue
                 output = inbox.popleft()
+                if output.finish_reason is FinishReason.ERROR:
+                    raise InternalError(f"request {output.request_id}: {output.error}")
                 num_unfinished -= output.finish_reason is not None
                 yield output
         finally:
@@ -136,17 +142,11 @@ class LLM:
             self._inboxes[output.request_id].append(output)
 
     def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Run the requests as one batch to their end; outputs in their order."""
-        texts: dict[str, list[str]] = {request.request_id: [] for request in requests}
-        last: dict[str, EngineOutput] = {}
+        """Run the requests as one batch to their end; outputs in their order. Raises as `stream`."""
+        parts: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
         for output in self.stream(requests):
-            texts[output.request_id].append(output.text)
-            if output.finish_reason is not None:
-                last[output.request_id] = output
-        return [
-            _request_output(request, "".join(texts[request.request_id]), last[request.request_id])
-            for request in requests
-        ]
+            parts[output.request_id].append(output)
+        return [_request_output(request, parts[request.request_id]) for request in requests]
 
     def _sampling_of_each(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -176,15 +176,18 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def _request_output(request: Request, text: str, last: EngineOutput) -> RequestOutput:
-    assert last.finish_reason is not None and last.usage is not None and last.timing is not None
+def _request_output(request: Request, parts: Sequence[EngineOutput]) -> RequestOutput:
+    first, last = parts[0], parts[-1]
+    assert last.finish_reason is not None and last.timing is not None
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),
         token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
-        text=text,
+        text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=last.usage,
         timing=last.timing,
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        prompt_logprobs=first.prompt_logprobs,
     )

@@ -1,7 +1,7 @@
-"""What the engine reports about itself: a hook that is called once a step and once a finished request.
+"""What the engine reports about itself: hooks that are told of each step and of each output.
 
-The hook is told numbers and never asked anything; what is done with them (a progress bar, Prometheus) is its own
-business. It runs on the engine's thread.
+A hook is told and never asked; what is done with it (statistics, Prometheus, log lines) is its own business. Hooks run
+on the engine's thread, and one that raises is none of the engine's business either.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from miniserve.core.request import Request
 from miniserve.core.schedule import SchedulerOutput
 from miniserve.core.scheduler import Scheduler
-from miniserve.outputs import EngineOutput
+from miniserve.outputs import EngineOutput, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,24 @@ class StepStats:
 
 
 class MetricsHook(Protocol):
-    """Gets the numbers of each step and of each finished request."""
+    """Gets the numbers of each step and of each output. In metrics, a request is one choice of one prompt."""
 
     def on_step(self, stats: StepStats) -> None:
-        """A step is done; its outputs are about to be handed out."""
+        """A step is done; its outputs have been told of."""
 
-    def on_finished(self, output: EngineOutput) -> None:
-        """A request ended: `output` is its last, with usage and timing."""
+    def on_output(self, request: Request, output: EngineOutput, gap: float | None) -> None:
+        """A request got tokens or ended (also by an abort or an error); `output` is what its client gets.
+
+        `gap`: seconds since its previous output with tokens; None if there was none.
+        """
+
+
+def completes_prompt(request: Request, output: EngineOutput, gap: float | None) -> bool:
+    """Whether `output` is the one to count its prompt's tokens with: each prompt that was computed is counted once.
+
+    That is the first output with tokens or, where only the prompt was wanted, the end. The other choices of a prompt
+    do not count it again.
+    """
+    is_first = bool(output.token_ids) and gap is None
+    is_prompt_only = output.finish_reason is FinishReason.LENGTH and output.usage.completion_tokens == 0
+    return not request.is_fork and (is_first or is_prompt_only)

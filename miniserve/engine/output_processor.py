@@ -1,35 +1,75 @@
-"""From new token ids to text: detokenise, match stop strings, time and count. One state per request."""
+"""From what the scheduler took in to what a client gets: text, stop strings, logprobs, counts, times.
+
+One state per request, from `add` to its last output. Does not end requests: it says which stop string did.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miniserve.core.request import Request
-from miniserve.outputs import EngineOutput, FinishReason, Timing, Usage
+from miniserve.core.schedule import SchedulerOutput
+from miniserve.core.scheduler import RequestNews
+from miniserve.outputs import EngineOutput, FinishReason, Timing, TokenLogprobs, Usage
 from miniserve.text.detokenizer import IncrementalDetokenizer
 from miniserve.text.stop import StopMatcher
 from miniserve.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """One output, the stop string that ended it, and the seconds since the request's previous tokens (None: none)."""
+
+    output: EngineOutput
+    stop: str | None = None
+    gap: float | None = None
+
+
 @dataclass(slots=True)
-class RequestText:
-    """The text side of one request."""
+class RequestState:
+    """What is known of a request beside the scheduler's view. Times are those of `time.perf_counter`."""
 
     detokenizer: IncrementalDetokenizer
     stop_matcher: StopMatcher
-    arrival: float = field(default_factory=time.perf_counter)
+    arrival: float
+    first_scheduled: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
+    # The first prompt token has none: nothing precedes it.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    prompt_logprobs_given: bool = False
 
-    def push(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+    def push(self, token_ids: Iterable[int], *, may_stop: bool) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string that ended it."""
-        return self.stop_matcher.push(self.detokenizer.push(token_ids))
+        return self.stop_matcher.push(self.detokenizer.push(token_ids), may_stop=may_stop)
 
-    def flush(self) -> tuple[str, str | None]:
+    def flush(self, *, may_stop: bool) -> tuple[str, str | None]:
         """What is left at the end: half a character, and text held back."""
-        text, stop = self.stop_matcher.push(self.detokenizer.flush())
+        text, stop = self.stop_matcher.push(self.detokenizer.flush(), may_stop=may_stop)
         return (text, stop) if stop is not None else (text + self.stop_matcher.flush(), None)
+
+    def timing(self) -> Timing:
+        """Seconds from the arrival until each event, up to now."""
+        queue = None if self.first_scheduled is None else self.first_scheduled - self.arrival
+        first_token = None if self.first_token is None else self.first_token - self.arrival
+        return Timing(queue, first_token, time.perf_counter() - self.arrival)
+
+    def take_tokens(self) -> float | None:
+        """Note that tokens came now; returns the seconds since the previous ones."""
+        now = time.perf_counter()
+        gap = None if self.last_token is None else now - self.last_token
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+        return gap
+
+    def take_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Note those from position `start` on. After a preemption they come again; the first ones stay."""
+        known = len(self.prompt_logprobs) - start
+        assert known >= 0, "prompt logprobs come without gaps"
+        self.prompt_logprobs += entries[known:]
 
 
 class OutputProcessor:
@@ -37,48 +77,116 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[str, RequestText] = {}
+        self._states: dict[str, RequestState] = {}
 
-    def add(self, request: Request) -> None:
-        """Start the clock of a request, before its first step."""
-        self._texts[request.request_id] = RequestText(
-            IncrementalDetokenizer(self._tokenizer), StopMatcher(request.sampling.stop)
+    def add(self, request: Request, arrival: float | None = None) -> None:
+        """Know a request before its first step. `arrival`: when it was submitted (`perf_counter`), if not now."""
+        sampling = request.sampling
+        self._states[request.request_id] = RequestState(
+            IncrementalDetokenizer(self._tokenizer, skip_special_tokens=sampling.skip_special_tokens),
+            StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output),
+            arrival=time.perf_counter() if arrival is None else arrival,
         )
 
-    def process(self, request: Request, token_ids: tuple[int, ...]) -> tuple[EngineOutput, str | None]:
-        """The output of `request`'s new tokens, and the stop string they complete, if they do.
+    def scheduled(self, step: SchedulerOutput) -> None:
+        """End the queue time of those who are computed for the first time."""
+        now = time.perf_counter()
+        for item in step.scheduled:
+            state = self._states[item.request_id]
+            if state.first_scheduled is None:
+                state.first_scheduled = now
+
+    def process(self, news: RequestNews) -> Processed | None:
+        """The output that the news make; None while a prompt is only partly computed.
 
         A stop string ends the output with reason STOP here; ending the request itself is the caller's.
         """
-        state = self._texts[request.request_id]
-        if state.first_token is None:
-            state.first_token = time.perf_counter()
-        # The token that ended the request by its id (EOS, a stop token) is counted, and not shown.
-        ended_by_token = request.finish_reason is FinishReason.STOP
-        text, stop = state.push(token_ids[:-1] if ended_by_token else token_ids)
-        if stop is None and request.finish_reason is not None:
-            rest, stop = state.flush()
-            text += rest
-        if stop is not None:
-            return self._last(request, token_ids, text, FinishReason.STOP, stop), stop
-        if request.finish_reason is not None:
-            return self._last(request, token_ids, text, request.finish_reason, request.stop_reason), None
-        return EngineOutput(request.request_id, token_ids, text), None
+        request = news.request
+        state = self._states[request.request_id]
+        if news.prompt_logprobs and not state.prompt_logprobs_given:
+            state.take_prompt_logprobs(news.prompt_start, news.prompt_logprobs)
+        if news.error is not None:
+            return Processed(self.fail(request, news.error))
+        if not news.token_ids and request.finish_reason is None:
+            return None
+        gap = state.take_tokens() if news.token_ids else None
+        text, stop = self._text(state, request, news.token_ids)
+        reason = request.finish_reason if stop is None else FinishReason.STOP
+        output = EngineOutput(
+            request_id=request.request_id,
+            token_ids=news.token_ids,
+            text=text,
+            usage=_usage(request),
+            finish_reason=reason,
+            stop_reason=self._stop_reason(request) if stop is None else stop,
+            logprobs=news.logprobs,
+            prompt_logprobs=_prompt_logprobs(state, request),
+            timing=state.timing(),
+        )
+        if reason is not None:
+            del self._states[request.request_id]
+        return Processed(output, stop, gap)
 
     def abort(self, request: Request) -> EngineOutput:
         """The last output of a request that was aborted: what was held back is dropped."""
-        return self._last(request, (), "", FinishReason.ABORT, None)
+        return self._ended(request, FinishReason.ABORT, None)
 
-    def _last(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        text: str,
-        reason: FinishReason,
-        stop_reason: int | str | None,
-    ) -> EngineOutput:
-        state = self._texts.pop(request.request_id)
-        now = time.perf_counter()
-        usage = Usage(request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens)
-        timing = Timing((state.first_token or now) - state.arrival, now - state.arrival)
-        return EngineOutput(request.request_id, token_ids, text, reason, stop_reason, usage, timing)
+    def fail(self, request: Request, error: str) -> EngineOutput:
+        """The last output of a request that went wrong; `error` is what its client is told."""
+        return self._ended(request, FinishReason.ERROR, error)
+
+    def _ended(self, request: Request, reason: FinishReason, error: str | None) -> EngineOutput:
+        state = self._states.pop(request.request_id)
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=(),
+            text="",
+            usage=_usage(request),
+            finish_reason=reason,
+            timing=state.timing(),
+            error=error,
+        )
+
+    def _text(self, state: RequestState, request: Request, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
+        """The text of the new tokens, flushed if they are the last, and the stop string that they complete."""
+        may_stop = request.num_output_tokens >= request.sampling.min_tokens
+        shown, spelling = self._shown(request, token_ids)
+        text, stop = state.push(shown, may_stop=may_stop)
+        if stop is None and request.finish_reason is not None:
+            rest, stop = state.flush(may_stop=may_stop)
+            text += rest
+        return (text + spelling, None) if stop is None else (text, stop)
+
+    def _shown(self, request: Request, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """The tokens that leave text, and the spelling of a special stop token if that is wanted.
+
+        The token that ended the request by its id (end-of-sequence, or a stop token) is counted, and not shown.
+        """
+        if request.finish_reason is not FinishReason.STOP:
+            return token_ids, ""
+        if request.stop_reason is None or not request.sampling.include_stop_str_in_output:
+            return token_ids[:-1], ""
+        if self._tokenizer.is_special(token_ids[-1]):  # skip_special_tokens does not apply: it was asked for
+            return token_ids[:-1], self._tokenizer.decode(token_ids[-1:], skip_special_tokens=False)
+        return token_ids, ""
+
+    def _stop_reason(self, request: Request) -> int | str | None:
+        """The stop token or, where a stop string spells that token, the string that the client sent."""
+        reason = request.stop_reason
+        if isinstance(reason, int):
+            for stop in request.sampling.stop:
+                if self._tokenizer.special_id(stop) == reason:
+                    return stop
+        return reason
+
+
+def _usage(request: Request) -> Usage:
+    return Usage(request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens)
+
+
+def _prompt_logprobs(state: RequestState, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    if request.sampling.prompt_logprobs is None or state.prompt_logprobs_given:
+        return None
+    assert len(state.prompt_logprobs) == request.num_prompt_tokens, "one entry per prompt token"
+    state.prompt_logprobs_given = True
+    return tuple(state.prompt_logprobs)

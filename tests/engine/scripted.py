@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -12,20 +14,23 @@ from transformers import PreTrainedTokenizerFast
 from miniserve.config import ResolvedConfig
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request
-from miniserve.core.schedule import RunnerOutput, SchedulerOutput
+from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.core.scheduler import Scheduler
+from miniserve.engine.async_engine import AsyncEngine
 from miniserve.engine.build import EngineParts
 from miniserve.engine.engine import Engine
 from miniserve.engine.input_processor import InputProcessor
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor
-from miniserve.outputs import EngineOutput
+from miniserve.outputs import EngineOutput, TokenLogprobs
 from miniserve.sampling_params import SamplingParams
+from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.tokenizer import Tokenizer
 
 PIECES = ("Hello", " world", "ST", "OP", "see STOP here", "S")  # whole tokens, beside the 256 bytes
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
+Script = Mapping[str, Sequence[int]] | Callable[[ScheduledRequest], Sequence[int]]
 
 
 def make_tokenizer() -> Tokenizer:
@@ -61,24 +66,72 @@ def tokens(text: str) -> list[int]:
 
 
 class ScriptedRunner:
-    """Samples token by token what the script says for each request, then "." for ever; records the steps."""
+    """Samples token by token what the script says for each request, then "." for ever; records the steps.
 
-    def __init__(self, script: Mapping[str, Sequence[int]]) -> None:
-        self.script = dict(script)
+    Attributes:
+        script: the lines by request id, or a function that finds the line of a scheduled request.
+        raising: exceptions by request id: a step with that request raises it.
+        raise_once: raised by the next step, whatever is in it.
+        errors: by request id, the error that the runner reports for it instead of its first token.
+        gate: each step waits until it is set; open at first. `entered` is set when a step has come to it.
+        permits: where set, each step takes one, and waits until there is one.
+        num_entered: steps that have come to the gate; one more than `steps` while one waits.
+    """
+
+    def __init__(self, script: Script = MappingProxyType({})) -> None:
+        self.script = script
         self.steps: list[SchedulerOutput] = []
+        self.raising: dict[str, Exception] = {}
+        self.raise_once: Exception | None = None
+        self.errors: dict[str, str] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.permits: threading.Semaphore | None = None
+        self.num_entered = 0
 
     def execute(self, step: SchedulerOutput) -> Any:
+        self.num_entered += 1
+        self.entered.set()
+        assert self.gate.wait(60), "nobody opened the gate"
+        assert self.permits is None or self.permits.acquire(timeout=60), "nobody gave a permit"
         self.steps.append(step)
+        once, self.raise_once = self.raise_once, None
+        for error in (once, *(self.raising.get(item.request_id) for item in step.scheduled)):
+            if error is not None:
+                raise error
         return None
 
     def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
-        sampled: list[tuple[int, ...]] = []
-        for item in step.scheduled:
-            line = self.script.get(item.request_id, ())
-            position = item.end - item.num_prompt_tokens
-            following = line[position] if 0 <= position < len(line) else token(".")
-            sampled.append((following,) if item.samples else ())
-        return RunnerOutput(tuple(sampled))
+        return RunnerOutput(tuple(self._result(item) for item in step.scheduled))
+
+    def _result(self, item: ScheduledRequest) -> RunnerResult:
+        token_ids = (self._next_token(item),) if item.samples else ()
+        if token_ids and item.request_id in self.errors:
+            return RunnerResult(error=self.errors[item.request_id])
+        return RunnerResult(
+            token_ids,
+            logprobs=tuple(scripted_logprobs(token_id, item.sampling.logprobs) for token_id in token_ids)
+            if item.sampling.logprobs is not None
+            else (),
+            prompt_logprobs=self._prompt_logprobs(item) if item.wants_prompt_logprobs else (),
+        )
+
+    def _next_token(self, item: ScheduledRequest) -> int:
+        line = self.script(item) if callable(self.script) else self.script.get(item.request_id, ())
+        position = item.end - item.num_prompt_tokens
+        return line[position] if 0 <= position < len(line) else token(".")
+
+    def _prompt_logprobs(self, item: ScheduledRequest) -> tuple[TokenLogprobs, ...]:
+        positions = range(item.start + 1, min(item.end + 1, item.num_prompt_tokens))
+        number = item.sampling.prompt_logprobs or 0
+        return tuple(scripted_logprobs(item.token_ids[position], number) for position in positions)
+
+
+def scripted_logprobs(token_id: int, number: int) -> TokenLogprobs:
+    """What the script thinks of a token: it is the most probable one, the ids after it follow."""
+    top = tuple(((token_id + rank) % TOKENIZER.num_token_ids, -(rank + 1.0)) for rank in range(number))
+    return TokenLogprobs(token_id, -1.0, top)
 
 
 class RecordingHook:
@@ -86,38 +139,55 @@ class RecordingHook:
 
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
-        self.finished: list[EngineOutput] = []
+        self.outputs: list[EngineOutput] = []
+        self.gaps: list[float | None] = []
+
+    @property
+    def finished(self) -> list[EngineOutput]:
+        return [output for output in self.outputs if output.finish_reason is not None]
 
     def on_step(self, stats: StepStats) -> None:
         self.steps.append(stats)
 
-    def on_finished(self, output: EngineOutput) -> None:
-        self.finished.append(output)
+    def on_output(self, request: Request, output: EngineOutput, gap: float | None) -> None:
+        assert request.request_id == output.request_id
+        self.outputs.append(output)
+        self.gaps.append(gap)
 
 
 def make_engine(
-    script: Mapping[str, Sequence[int]],
+    script: Script,
     *,
     num_blocks: int = 33,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 16,
+    max_model_len: int = MAX_MODEL_LEN,
+    prefix_caching: bool = True,
     hooks: Sequence[MetricsHook] = (),
 ) -> Engine:
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, BLOCK_SIZE),
+        KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
     )
     return Engine(scheduler, ScriptedRunner(script), OutputProcessor(TOKENIZER), hooks)
 
 
-def make_input_processor(*, num_token_ids: int | None = None, max_model_len: int = MAX_MODEL_LEN) -> InputProcessor:
+def make_input_processor(
+    *,
+    num_token_ids: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    kv_capacity_tokens: int = 10_000,
+    chat_template: ChatTemplate | None = None,
+) -> InputProcessor:
     return InputProcessor(
         TOKENIZER,
         num_token_ids=TOKENIZER.num_token_ids if num_token_ids is None else num_token_ids,
         max_model_len=max_model_len,
+        kv_capacity_tokens=kv_capacity_tokens,
         eos_token_ids=frozenset({EOS}),
+        chat_template=chat_template,
     )
 
 
@@ -125,17 +195,47 @@ def make_request(request_id: str, prompt: str = "abc", **sampling: Any) -> Reque
     return make_input_processor().process_prompt(request_id, prompt, SamplingParams(**sampling))
 
 
-def make_parts(script: Mapping[str, Sequence[int]], **engine: Any) -> EngineParts:
+def make_choices(request_id: str, n: int, prompt: str = "abc", **sampling: Any) -> list[Request]:
+    """A request and its n - 1 forks."""
+    return make_input_processor().choices(make_request(request_id, prompt, **sampling), n)
+
+
+def make_parts(script: Script = MappingProxyType({}), **options: Any) -> EngineParts:
+    """All of an engine; `options` as of `make_engine`."""
+    engine = make_engine(script, **options)
+    scheduler = engine.scheduler
     resolved = ResolvedConfig(
         device="cpu",
         dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         block_size=BLOCK_SIZE,
         attention_backend="auto",
         prefix_caching=True,
         seed=None,
         threads=1,
     )
-    return EngineParts(make_engine(script, **engine), make_input_processor(), resolved, {"temperature": 0.5}, ())
+    return EngineParts(
+        engine=engine,
+        input_processor=make_input_processor(
+            max_model_len=scheduler.max_model_len, kv_capacity_tokens=scheduler.kv.capacity_tokens
+        ),
+        resolved=resolved,
+        backend_name="script",
+        sampling_defaults={"temperature": 0.5},
+        summary=(),
+    )
+
+
+def make_async_engine(script: Script = MappingProxyType({}), **options: Any) -> tuple[AsyncEngine, ScriptedRunner]:
+    """An async engine over a script, not started, and its runner. `options` of `AsyncEngine`, else of `make_engine`."""
+    own = {name: options.pop(name) for name in ("max_queued_requests", "stuck_after") if name in options}
+    runner = ScriptedRunner(script)
+
+    def build(hooks: Sequence[MetricsHook]) -> EngineParts:
+        parts = make_parts(script, hooks=hooks, **options)
+        parts.engine.runner = runner
+        return parts
+
+    return AsyncEngine(build, model_name="scripted", **own), runner

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from miniserve.core.request import RequestStatus
-from miniserve.engine.engine import Engine
+from miniserve.core.request import Request, RequestStatus
+from miniserve.core.scheduler import RequestNews
+from miniserve.engine.engine import ENGINE_FAILED, Engine
+from miniserve.engine.metrics import StepStats
+from miniserve.engine.output_processor import Processed
 from miniserve.errors import ContextLengthError, InvalidParameterError
 from miniserve.outputs import EngineOutput, FinishReason, Usage
-from tests.engine.scripted import EOS, RecordingHook, ScriptedRunner, make_engine, make_request, token, tokens
+from tests.engine.scripted import (
+    EOS,
+    RecordingHook,
+    ScriptedRunner,
+    make_choices,
+    make_engine,
+    make_request,
+    scripted_logprobs,
+    token,
+    tokens,
+)
 
 
 def run(engine: Engine) -> list[list[EngineOutput]]:
@@ -224,3 +237,172 @@ def test_the_runner_sees_each_token_once() -> None:
     assert isinstance(engine.runner, ScriptedRunner)
     spans = [(step.scheduled[0].start, step.scheduled[0].end) for step in engine.runner.steps]
     assert spans == [(0, 4), (4, 8), (8, 10), (10, 11), (11, 12), (12, 13)]
+
+
+# When something fails
+
+
+def runner_of(engine: Engine) -> ScriptedRunner:
+    assert isinstance(engine.runner, ScriptedRunner)
+    return engine.runner
+
+
+def ends(steps: list[list[EngineOutput]]) -> dict[str, FinishReason]:
+    return {output.request_id: output.finish_reason for step in steps for output in step if output.finish_reason}
+
+
+def three_requests(engine: Engine) -> None:
+    for request_id in ("a", "b", "c"):
+        engine.add(make_request(request_id, request_id * 3, max_tokens=3))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_request_that_the_runner_cannot_compute(after: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: one bad request killed the engine, and with it all others."""
+    hook = RecordingHook()
+    engine = make_engine({}, hooks=[hook])
+    three_requests(engine)
+    steps = [engine.step() for _ in range(after)]
+    runner_of(engine).raising["b"] = ValueError("secret path")
+    steps += run(engine)
+    assert ends(steps) == {"a": FinishReason.LENGTH, "b": FinishReason.ERROR, "c": FinishReason.LENGTH}
+    assert text_of(steps, "a") == text_of(steps, "c") == "..."
+    [failed] = [output for output in hook.finished if output.request_id == "b"]
+    assert failed.error == ENGINE_FAILED and failed.usage == Usage(3, after, 0)
+    assert "secret path" in caplog.text and "request b" in caplog.text
+    assert num_used_blocks(engine) == 0
+
+
+def test_a_runner_that_fails_once_harms_nobody() -> None:
+    engine = make_engine({})
+    three_requests(engine)
+    engine.step()
+    runner_of(engine).raise_once = RuntimeError("a hiccup")
+    assert set(ends(run(engine)).values()) == {FinishReason.LENGTH}
+
+
+def test_a_runner_that_always_fails_ends_all() -> None:
+    engine = make_engine({})
+    runner_of(engine).raising = dict.fromkeys("abc", RuntimeError("broken"))
+    three_requests(engine)
+    [outputs] = run(engine)
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * 3
+    assert num_used_blocks(engine) == 0
+    engine.add(make_request("d", max_tokens=1))
+    assert text_of(run(engine), "d") == "."
+
+
+def test_what_the_runner_says_is_wrong_reaches_the_output() -> None:
+    engine = make_engine({})
+    runner_of(engine).errors["b"] = "not a number"
+    three_requests(engine)
+    steps = run(engine)
+    [failed] = [output for output in steps[0] if output.finish_reason]
+    assert (failed.request_id, failed.finish_reason, failed.error) == ("b", FinishReason.ERROR, "not a number")
+    assert len(runner_of(engine).steps) == 3
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_failing_output_processor_ends_that_request(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+    engine = make_engine({})
+    process = engine.output_processor.process
+
+    def fail(news: RequestNews) -> Processed | None:
+        if news.request.request_id == "a":
+            raise IndexError("a bug")
+        return process(news)
+
+    monkeypatch.setattr(engine.output_processor, "process", fail)
+    request = make_request("a", max_tokens=max_tokens)
+    engine.add(request)
+    engine.add(make_request("b", max_tokens=3))
+    steps = run(engine)
+    assert ends(steps) == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
+    assert request.finish_reason is FinishReason.ERROR and steps[0][0].error == ENGINE_FAILED
+    assert num_used_blocks(engine) == 0
+
+
+def test_an_error_of_the_scheduler_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine({})
+    engine.add(make_request("a"))
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a block is free twice")
+
+    monkeypatch.setattr(engine.scheduler, "update", fail)
+    with pytest.raises(AssertionError, match="free twice"):
+        engine.step()
+
+
+def test_a_failing_hook_does_not_matter(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: an exception in the metrics ended the engine."""
+
+    class FailingHook:
+        def on_step(self, stats: StepStats) -> None:
+            raise ValueError("no step")
+
+        def on_output(self, request: Request, output: EngineOutput, gap: float | None) -> None:
+            raise ValueError("no output")
+
+    after = RecordingHook()
+    engine = make_engine({}, hooks=[FailingHook(), after])
+    engine.add(make_request("a", max_tokens=3))
+    assert text_of(run(engine), "a") == "..."
+    assert (len(after.steps), len(after.outputs)) == (3, 3)
+    assert len([record for record in caplog.records if "FailingHook" in record.getMessage()]) == 1
+
+
+def test_hooks_get_each_output_with_its_gap() -> None:
+    hook = RecordingHook()
+    engine = make_engine({}, hooks=[hook])
+    engine.add(make_request("a", max_tokens=3))
+    steps = run(engine)
+    assert hook.outputs == [output for step in steps for output in step]
+    assert hook.gaps[0] is None and all(gap is not None and gap > 0 for gap in hook.gaps[1:])
+
+
+# Choices, logprobs, lengths
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_choices_share_one_prefill(prefix_caching: bool) -> None:
+    engine = make_engine({"a": tokens("aa"), "a-1": tokens("bb"), "a-2": tokens("cc")}, prefix_caching=prefix_caching)
+    first, *forks = make_choices("a", 3, "x" * 9, max_tokens=2)
+    engine.add(first, forks)
+    steps = run(engine)
+    assert [text_of(steps, request_id) for request_id in ("a", "a-1", "a-2")] == ["aa", "bb", "cc"]
+    # The prompt of nine tokens once; of each fork what is beyond its two whole blocks; one decode step each.
+    assert sum(step.num_tokens for step in runner_of(engine).steps) == 9 + 2 * 1 + 3 * 1
+    assert num_used_blocks(engine) == 0
+
+
+def test_a_refused_parent_leaves_no_forks_behind() -> None:
+    engine = make_engine({}, num_blocks=3)
+    first, *forks = make_choices("a", 3, "x" * 8)
+    with pytest.raises(ContextLengthError):
+        engine.add(first, forks)
+    assert not engine.has_work
+    assert engine.abort("a-1") is None
+
+
+def test_logprobs_over_chunks_and_preemptions() -> None:
+    """Two requests with logprobs that do not fit together, in chunks of four tokens."""
+    engine = make_engine({}, num_blocks=11, max_num_batched_tokens=4)
+    for request_id in ("a", "b"):
+        engine.add(make_request(request_id, "abcdefghij", max_tokens=20, logprobs=1, prompt_logprobs=1))
+    steps = run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    for request_id in ("a", "b"):
+        outputs = [output for step in steps for output in step if output.request_id == request_id]
+        assert outputs[0].prompt_logprobs == (None, *(scripted_logprobs(token(char), 1) for char in "bcdefghij"))
+        assert all(output.prompt_logprobs is None for output in outputs[1:])
+        entries = [entry for output in outputs for entry in output.logprobs]
+        assert entries == [scripted_logprobs(token("."), 1)] * 20
+
+
+def test_a_prompt_alone_gives_one_output() -> None:
+    engine = make_engine({}, max_num_batched_tokens=4)
+    engine.add(make_request("a", "abcdef", max_tokens=0, prompt_logprobs=0))
+    [first, [output]] = run(engine)
+    assert first == [] and (output.text, output.token_ids, output.finish_reason) == ("", (), FinishReason.LENGTH)
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 6

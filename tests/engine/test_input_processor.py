@@ -9,7 +9,8 @@ import pytest
 from miniserve.engine.input_processor import InputProcessor
 from miniserve.errors import ContextLengthError, InvalidParameterError, RequestError
 from miniserve.sampling_params import SamplingParams
-from tests.engine.scripted import EOS, MAX_MODEL_LEN, TOKENIZER, make_input_processor, tokens
+from miniserve.text.chat_template import ChatTemplate
+from tests.engine.scripted import EOS, MAX_MODEL_LEN, PIECES, TOKENIZER, make_input_processor, tokens
 
 NUM_IDS = TOKENIZER.num_token_ids
 
@@ -43,10 +44,63 @@ def test_the_callers_list_is_not_the_requests() -> None:
     assert prompt == [1, 2, 3]
 
 
-def test_chat_is_rendered_with_its_special_tokens_once() -> None:
-    request = make_input_processor().process_chat("r", [{"role": "user", "content": "hi<eos>"}], SamplingParams())
+MESSAGES = [{"role": "user", "content": "hi<eos>"}]
+
+
+def test_special_tokens_that_a_message_spells_are_text() -> None:
+    """Bug: a user who wrote the end token into a message ended the message there."""
+    request = make_input_processor().process_chat("r", MESSAGES, SamplingParams())
     assert TOKENIZER.decode(request.token_ids, skip_special_tokens=False) == "user: hi<eos>\n"
-    assert request.token_ids[-2] == EOS
+    assert EOS not in request.token_ids
+
+
+def test_special_tokens_of_the_template_are_tokens_once() -> None:
+    """Bug: a chat template that writes BOS gave two of them."""
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", TOKENIZER.special_tokens)
+    request = make_input_processor(chat_template=template).process_chat("r", MESSAGES, SamplingParams())
+    assert request.token_ids == [TOKENIZER.bos_token_id, *tokens("hi<"), *tokens("eos>"), EOS]
+
+
+def test_template_variables() -> None:
+    template = ChatTemplate("{{ word }}{% if add_generation_prompt %}?{% endif %}", {})
+    processor = make_input_processor(chat_template=template)
+    request = processor.process_chat("r", MESSAGES, SamplingParams(), template_kwargs={"word": "abc"})
+    assert request.token_ids == tokens("abc?")
+    assert processor.tokenize_chat(MESSAGES, add_generation_prompt=False) == []
+
+
+def test_tokenize() -> None:
+    processor = make_input_processor()
+    assert processor.tokenize_prompt("Hello") == tokens("Hello")
+    assert processor.tokenize_prompt([3, 1]) == [3, 1]
+    assert processor.tokenize_chat(MESSAGES) == processor.process_chat("r", MESSAGES, SamplingParams()).token_ids
+
+
+def test_stop_strings_that_are_special_tokens_match_by_id() -> None:
+    bos = TOKENIZER.special_id("<bos>")
+    request = make_input_processor().process_prompt("r", "a", SamplingParams(stop=("x", "<bos>"), stop_token_ids=(5,)))
+    assert request.sampling.stop_token_ids == (5, bos) and request.sampling.stop == ("x", "<bos>")
+
+
+def test_choices() -> None:
+    processor = make_input_processor()
+    request = processor.process_prompt("r", "abc", SamplingParams(seed=7, prompt_logprobs=1, logprobs=2))
+    first, *forks = processor.choices(request, 3)
+    assert first is request and first.sampling.prompt_logprobs == 1 and not first.is_fork
+    assert [fork.request_id for fork in forks] == ["r-1", "r-2"]
+    assert [fork.sampling for fork in forks] == [SamplingParams(seed=seed, logprobs=2) for seed in (8, 9)]
+    assert all(fork.is_fork and fork.token_ids == tokens("abc") and fork.eos_token_ids == {EOS} for fork in forks)
+    forks[0].token_ids.append(1)
+    assert request.token_ids == forks[1].token_ids == tokens("abc")
+    assert processor.choices(request, 1) == [request]
+
+
+def test_seeds_of_choices_wrap_around() -> None:
+    processor = make_input_processor()
+    _, fork = processor.choices(processor.process_prompt("r", "a", SamplingParams(seed=2**63 - 1)), 2)
+    assert fork.sampling.seed == -(2**63)
+    _, fork = processor.choices(processor.process_prompt("r", "a", SamplingParams()), 2)
+    assert fork.sampling.seed is None
 
 
 @pytest.mark.parametrize("prompt", ["", [], ()])
@@ -64,6 +118,12 @@ def test_bad_token_id(bad: Any) -> None:
     assert repr(bad) in str(error) and str(NUM_IDS - 1) in str(error)
 
 
+@pytest.mark.parametrize("bad", [10**5000, "x" * 100_000, [[]] * 1000], ids=["integer", "string", "list"])
+def test_a_huge_token_id_is_not_repeated(bad: Any) -> None:
+    """Bug: Python refuses to print an integer of thousands of digits, and the error about it was a 500."""
+    assert len(str(refusal([bad]))) < 300
+
+
 def test_the_models_vocabulary_bounds_the_ids() -> None:
     """Bug: an id that only the tokenizer knows reached the embedding, out of its range."""
     assert refusal([8], make_input_processor(num_token_ids=8)).param == "prompt"
@@ -74,6 +134,13 @@ def test_the_models_vocabulary_bounds_the_ids() -> None:
 def test_stop_token_id_out_of_range(bad: int) -> None:
     error = refusal("abc", stop_token_ids=(5, bad))
     assert isinstance(error, InvalidParameterError) and error.param == "stop_token_ids"
+
+
+def test_logit_bias_beyond_the_vocabulary() -> None:
+    """Bug: such an id crashed the engine, or was ignored."""
+    error = refusal("abc", logit_bias={5: 1.0, NUM_IDS: -100.0})
+    assert isinstance(error, InvalidParameterError) and error.param == "logit_bias" and str(NUM_IDS) in str(error)
+    make_input_processor().process_prompt("r", "abc", SamplingParams(logit_bias={NUM_IDS - 1: -100.0}))
 
 
 def test_half_a_surrogate_pair() -> None:
@@ -102,14 +169,55 @@ def test_one_token_less_is_accepted(max_tokens: int | None) -> None:
 def test_prompt_and_max_tokens_beyond_the_context() -> None:
     error = refusal("x" * 20, max_tokens=MAX_MODEL_LEN - 19)
     assert isinstance(error, ContextLengthError) and error.param == "max_tokens"
-    assert "at most 12" in str(error)
+    assert all(number in str(error) for number in ("20 tokens", "13 more", "holds 32", "at most 12"))
     make_input_processor().process_prompt("r", "x" * 20, SamplingParams(max_tokens=MAX_MODEL_LEN - 20))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, None])
+def test_a_prompt_beyond_the_kv_cache(max_tokens: int | None) -> None:
+    """Bug: a prompt that could never fit waited for ever, and all others behind it."""
+    processor = make_input_processor(kv_capacity_tokens=12)
+    error = refusal("x" * 12, processor, max_tokens=max_tokens)
+    assert isinstance(error, ContextLengthError) and error.param == "prompt"
+    assert "12 tokens" in str(error) and "holds 12" in str(error)
+    processor.process_prompt("r", "x" * 11, SamplingParams(max_tokens=max_tokens))
+
+
+def test_a_prompt_alone_needs_room_for_a_token() -> None:
+    assert refusal("x" * MAX_MODEL_LEN, max_tokens=0).param == "prompt"
+    make_input_processor().process_prompt("r", "x" * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=0))
 
 
 def test_chat_is_checked_as_well() -> None:
     processor = make_input_processor()
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(ContextLengthError) as too_long:
         processor.process_chat("r", [{"role": "user", "content": "x" * 40}], SamplingParams())
+    assert too_long.value.param == "messages"
     with pytest.raises(InvalidParameterError) as caught:
         processor.process_chat("r", [], SamplingParams())
     assert caught.value.param == "messages"
+
+
+def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug kind: a body of megabytes took a core for half a minute to find out that it is too long."""
+    processor = make_input_processor()
+    text = "a" * 10_000
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        pytest.fail("the text is tokenised")
+
+    monkeypatch.setattr(processor.tokenizer, "encode", encode)
+    monkeypatch.setattr(processor.tokenizer, "encode_pieces", encode)
+    with pytest.raises(ContextLengthError, match=r"more than \d+ tokens; the context holds 32") as caught:
+        processor.process_prompt("a", text, SamplingParams())
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthError) as caught:
+        processor.process_chat("a", [{"role": "user", "content": text}], SamplingParams())
+    assert caught.value.param == "messages"
+
+
+def test_the_bound_on_the_length_of_a_text_never_exceeds_its_tokens() -> None:
+    tokenizer = make_input_processor().tokenizer
+    longest = max(PIECES, key=len)
+    for text in (longest * 50, "a" * 100, longest):
+        assert tokenizer.min_num_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))

@@ -8,10 +8,10 @@ import pytest
 
 from miniserve.engine.input_processor import Prompt
 from miniserve.engine.llm import LLM
-from miniserve.errors import ContextLengthError, InvalidParameterError
+from miniserve.errors import ContextLengthError, InternalError, InvalidParameterError
 from miniserve.outputs import FinishReason, Usage
 from miniserve.sampling_params import SamplingParams
-from tests.engine.scripted import EOS, ScriptedRunner, make_parts, token, tokens
+from tests.engine.scripted import EOS, ScriptedRunner, make_parts, scripted_logprobs, token, tokens
 
 HELLO = [token("Hello"), token(" world"), EOS]
 
@@ -21,10 +21,14 @@ def make_llm(*lines: list[int], **engine: Any) -> LLM:
     return LLM.from_parts(make_parts({f"offline-{n}": line for n, line in enumerate(lines)}, **engine))
 
 
-def steps_of(llm: LLM) -> int:
+def runner_of(llm: LLM) -> ScriptedRunner:
     runner = llm.parts.engine.runner
     assert isinstance(runner, ScriptedRunner)
-    return len(runner.steps)
+    return runner
+
+
+def steps_of(llm: LLM) -> int:
+    return len(runner_of(llm).steps)
 
 
 def test_one_prompt() -> None:
@@ -34,7 +38,8 @@ def test_one_prompt() -> None:
     assert output.token_ids == tuple(HELLO)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
     assert output.usage == Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=0)
-    assert 0 < output.timing.first_token <= output.timing.total
+    assert output.timing.first_token is not None and 0 < output.timing.first_token <= output.timing.total
+    assert output.logprobs == () and output.prompt_logprobs is None
 
 
 @pytest.mark.parametrize("prompts", ["ab", [5, 6], (5, 6), ["ab"], [[5, 6]], [(5, 6)]])
@@ -196,3 +201,19 @@ def test_messages_of_a_wrong_type(messages: Any) -> None:
     with pytest.raises(InvalidParameterError) as error:
         make_llm(HELLO).chat(messages)
     assert error.value.param == "messages"
+
+
+def test_logprobs() -> None:
+    [output] = make_llm(HELLO).generate("abc", SamplingParams(logprobs=1, prompt_logprobs=2))
+    assert output.logprobs == tuple(scripted_logprobs(token_id, 1) for token_id in HELLO)
+    assert output.prompt_logprobs == (None, scripted_logprobs(token("b"), 2), scripted_logprobs(token("c"), 2))
+
+
+def test_a_request_that_the_engine_fails_on() -> None:
+    llm = make_llm(HELLO, HELLO)
+    runner_of(llm).errors["offline-0"] = "it broke"
+    with pytest.raises(InternalError, match="offline-0: it broke"):
+        llm.generate(["a", "b"])
+    assert not llm.parts.engine.has_work
+    [output] = llm.generate("c", SamplingParams(max_tokens=2))
+    assert output.text == ".."

@@ -1,0 +1,437 @@
+"""The engine on a thread of its own, for callers on an event loop.
+
+Two sides, one writer each. The engine thread builds the engine and steps it; the event loop owns the streams and the
+status. Commands go over in an inbox, which the thread empties before every step and blocks on when it has no work.
+Outputs come back in one call per step. So nobody polls, an abort takes effect within one step, and nothing on the loop
+ever waits for the engine. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from miniserve.core.request import Request
+from miniserve.engine.engine import ENGINE_FAILED, Engine
+from miniserve.engine.metrics import MetricsHook
+from miniserve.engine.prometheus import PrometheusMetrics
+from miniserve.engine.request_log import RequestLog
+from miniserve.engine.stats import EngineStats
+from miniserve.errors import (
+    EngineUnavailableError,
+    InternalError,
+    InvalidParameterError,
+    MiniserveError,
+    QueueFullError,
+    RequestError,
+    StartupError,
+)
+from miniserve.outputs import EngineOutput, FinishReason
+
+if TYPE_CHECKING:
+    from miniserve.engine.build import EngineParts
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0  # how long `stop` waits for the step that is being computed
+
+
+class EngineStatus(StrEnum):
+    """Where the engine is in its life."""
+
+    LOADING = "loading"
+    READY = "ok"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    STOPPED = "stopped"
+    DEAD = "dead"  # could not be built, or hit an error that it cannot go on after
+
+
+STUCK = "stuck"  # shown in place of "ok" while a step takes far too long
+_DETAILS: dict[str, str] = {
+    EngineStatus.LOADING: "the model is being loaded; try again in a moment",
+    EngineStatus.DRAINING: "the server is shutting down",
+    EngineStatus.STOPPED: "the server has shut down",
+    EngineStatus.DEAD: "the engine has failed, and the server must be restarted; its log says why",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether new requests can be served, and why not.
+
+    Attributes:
+        status: a value of `EngineStatus`, or "stuck".
+        last_step_age_seconds: since the last step ended, or the current work began; 0 when there is no work.
+    """
+
+    status: str
+    healthy: bool
+    last_step_age_seconds: float
+    detail: str | None = None
+
+
+class OutputStream:
+    """The outputs of one `submit`: `async with engine.submit(...) as outputs: async for output in outputs: ...`.
+
+    What has come in since the last look is merged, one output per request, so a slow reader costs no more memory than
+    the answers themselves. It ends when all requests have ended; leaving it aborts those that have not.
+
+    Raises, while iterating and after everything that came before:
+        RequestError: the engine refused a request.
+        InternalError: the engine failed on a request.
+        EngineUnavailableError: the engine died or is shutting down.
+    """
+
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[Sequence[str]], None]) -> None:
+        self._unfinished = set(request_ids)
+        self._abort = abort
+        self._pending: dict[str, EngineOutput] = {}
+        self._error: MiniserveError | None = None
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._pending.clear()
+        if self._unfinished:
+            self._abort(list(self._unfinished))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._pending.pop(next(iter(self._pending)))
+
+    def ready(self) -> list[EngineOutput]:
+        """What else has come in already: for a reader who hands on a whole step's outputs in one piece."""
+        outputs = list(self._pending.values())
+        self._pending.clear()
+        return outputs
+
+    def push(self, output: EngineOutput) -> None:
+        """An output of one of its requests; an error ends the stream for all of them."""
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.request_id)
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(InternalError(output.error or ENGINE_FAILED))
+        elif self._error is None and not self._closed:
+            earlier = self._pending.get(output.request_id)
+            self._pending[output.request_id] = output if earlier is None else earlier.merge(output)
+        self._changed.set()
+
+    def fail(self, error: MiniserveError) -> None:
+        """Let the reader have `error`, after what is pending. The first error stays."""
+        if self._error is None:
+            self._error = error
+        self._changed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    """Queue these requests, the choices of each prompt together; all or none."""
+
+    prompts: Sequence[Sequence[Request]]
+    arrival: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """End the thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """These requests never came into the engine, or left it at once."""
+
+    request_ids: Sequence[str]
+    error: RequestError
+
+
+_Command = _Add | _Abort | _Stop
+
+
+class AsyncEngine:
+    """One engine, its thread, and what the event loop may ask of them. All methods belong to the event loop.
+
+    Args:
+        build: makes the engine, on its thread; gets the hooks that the engine must call.
+        model_name: what clients call the model; the label of all metrics.
+        max_queued_requests: requests that may wait beyond those that can run at once. A prompt with n choices is n.
+        stuck_after: seconds without the end of a step after which the engine counts as stuck.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Sequence[MetricsHook]], EngineParts],
+        *,
+        model_name: str,
+        max_queued_requests: int = 1024,
+        stuck_after: float = 120.0,
+    ) -> None:
+        self.stats = EngineStats(model_name)
+        self.metrics = PrometheusMetrics(model_name)
+        self._build = build
+        self._max_queued_requests = max_queued_requests
+        self._stuck_after = stuck_after
+        self._status = EngineStatus.LOADING
+        self._failure: BaseException | None = None  # what `wait_ready` raises
+        self._parts: EngineParts | None = None
+        self._streams: dict[str, OutputStream] = {}  # by request id: exactly those whose end has not come back yet
+        self._built = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended = asyncio.Event()
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._step_start: float | None = None  # written by the thread, between steps; None: there is no work
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # What callers use
+
+    def start(self) -> None:
+        """Start the thread, which builds the engine and then serves this event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Return when the engine can be used.
+
+        Raises:
+            StartupError: or whatever else `build` raised.
+            EngineUnavailableError: it was stopped before that.
+        """
+        await self._built.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def parts(self) -> EngineParts:
+        """The engine and what belongs to it.
+
+        Raises:
+            EngineUnavailableError: it is not there yet, or not any more.
+        """
+        if self._parts is None or self._status not in (EngineStatus.READY, EngineStatus.DRAINING):
+            raise EngineUnavailableError(_DETAILS[self._status])
+        return self._parts
+
+    def health(self) -> Health:
+        """How the engine is. Never waits for it."""
+        age = self._step_age()
+        if self._status is EngineStatus.READY and age > self._stuck_after:
+            return Health(STUCK, False, age, f"the engine has been busy with one step for {age:.0f} s")
+        status = self._status
+        return Health(status.value, status is EngineStatus.READY, age, _DETAILS.get(status))
+
+    def check_admission(self) -> None:
+        """Refuse early what `submit` would refuse anyway, whatever the request.
+
+        Raises:
+            EngineUnavailableError: the engine is loading, shutting down, stuck or dead.
+            QueueFullError: too many requests wait.
+        """
+        health = self.health()
+        if not health.healthy:
+            raise EngineUnavailableError(health.detail or health.status)
+        num_waiting = len(self._streams) - self.parts.engine.scheduler.max_num_seqs
+        if num_waiting >= self._max_queued_requests:
+            raise QueueFullError(
+                f"{num_waiting} requests wait already, and at most {self._max_queued_requests} may: try again later"
+            )
+
+    def submit(self, prompts: Sequence[Sequence[Request]]) -> OutputStream:
+        """Hand requests to the engine.
+
+        Args:
+            prompts: for each prompt its choices, as `InputProcessor.choices` makes them.
+
+        Returns:
+            The stream of all their outputs. What only the engine finds wrong with a request is raised there.
+
+        Raises:
+            EngineUnavailableError, QueueFullError: as `check_admission`.
+            InvalidParameterError: a request id is in use.
+        """
+        self.check_admission()
+        request_ids = _ids(prompts)
+        if taken := self._streams.keys() & set(request_ids):
+            raise InvalidParameterError(f"request id {min(taken)!r} is in use", param="request_id")
+        assert len(set(request_ids)) == len(request_ids), "each choice has an id of its own"
+        stream = OutputStream(request_ids, self._abort)
+        self._streams.update(dict.fromkeys(request_ids, stream))
+        self._idle.clear()
+        self._inbox.put(_Add(prompts, time.perf_counter()))
+        return stream
+
+    async def drain(self, grace: float) -> None:
+        """Take no new requests, and return when all have ended; those left after `grace` seconds are failed."""
+        if self._status in (EngineStatus.LOADING, EngineStatus.READY):
+            self._status = EngineStatus.DRAINING
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        if not self._idle.is_set():
+            logger.warning("%d requests did not end within %g s, and are aborted", len(self._streams), grace)
+            self._fail_streams(EngineStatus.DRAINING)
+            self._abort(list(self._streams))
+
+    async def stop(self) -> None:
+        """End the thread after its current step. Whoever still waits gets an `EngineUnavailableError`."""
+        is_loading = not self._built.is_set()
+        if self._status is not EngineStatus.DEAD:
+            self._status = EngineStatus.STOPPED
+        self._fail_streams(EngineStatus.STOPPED)
+        self._idle.set()
+        if is_loading:
+            self._failure = EngineUnavailableError(_DETAILS[EngineStatus.STOPPED])
+            self._built.set()
+        self._inbox.put(_Stop())
+        # Loading cannot be interrupted, and may take minutes: the thread is a daemon, and ends with the process.
+        if is_loading or not self._thread.is_alive():
+            return
+        try:
+            await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("the engine's current step does not end; leaving it behind")
+        else:
+            self._thread.join()  # it said so with its last line
+
+    # On the event loop, called by the streams and by the thread
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """The streams stay known until the engine has confirmed the end: until then, the ids are in use."""
+        self._inbox.put(_Abort(request_ids))
+
+    def _step_age(self) -> float:
+        start = self._step_start
+        return 0.0 if start is None else time.monotonic() - start
+
+    def _on_built(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self.stats.bind(parts, self._step_age)
+        self.metrics.bind(parts.engine)
+        if self._status is EngineStatus.LOADING:
+            self._status = EngineStatus.READY
+        self._built.set()
+
+    def _on_outputs(self, outputs: Sequence[EngineOutput], refusals: Sequence[_Refusal]) -> None:
+        for output in outputs:
+            ended = output.finish_reason is not None
+            stream = self._streams.pop(output.request_id) if ended else self._streams[output.request_id]
+            stream.push(output)
+        for refusal in refusals:
+            for request_id in refusal.request_ids:
+                self._streams.pop(request_id).fail(refusal.error)
+        if not self._streams:
+            self._idle.set()
+
+    def _on_dead(self, error: BaseException) -> None:
+        if not self._built.is_set():
+            self._failure = error
+            self._built.set()
+        if self._status is not EngineStatus.STOPPED:
+            self._status = EngineStatus.DEAD
+        self._fail_streams(self._status)
+        self._streams.clear()
+        self._idle.set()
+
+    def _fail_streams(self, status: EngineStatus) -> None:
+        for stream in set(self._streams.values()):
+            stream.fail(EngineUnavailableError(_DETAILS[status]))
+
+    # On the engine thread
+
+    def _run(self) -> None:
+        try:
+            parts = self._build((self.stats, self.metrics, RequestLog()))
+            self._call(self._on_built, parts)
+            self._serve(parts.engine)
+        except BaseException as error:
+            if not isinstance(error, StartupError):  # that one is the caller's to show
+                logger.critical("the engine has failed", exc_info=error)
+            self._step_start = None
+            self._call(self._on_dead, error)
+        self._call(self._ended.set)
+
+    def _serve(self, engine: Engine) -> None:
+        """Commands, then a step, for ever."""
+        while True:
+            outputs: list[EngineOutput] = []
+            refusals: list[_Refusal] = []
+            for command in self._take_commands(wait=not engine.has_work):
+                match command:
+                    case _Add():
+                        refusals += _add(engine, command)
+                    case _Abort():
+                        aborted = (engine.abort(request_id) for request_id in command.request_ids)
+                        outputs += [output for output in aborted if output is not None]
+                    case _Stop():
+                        return
+            outputs += engine.step()
+            # Before the outputs go over: who sees the last of them must find an idle engine.
+            self._step_start = time.monotonic() if engine.has_work else None
+            if outputs or refusals:
+                self._call(self._on_outputs, outputs, refusals)
+
+    def _take_commands(self, *, wait: bool) -> list[_Command]:
+        """What the inbox has. With `wait`, at least one command: the thread sleeps until somebody sends one."""
+        commands: list[_Command] = []
+        if wait:
+            commands.append(self._inbox.get())
+            self._step_start = time.monotonic()
+        while True:
+            try:
+                commands.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return commands
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        """Have the event loop call `function`."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop is closed: nobody is left to be told
+            self._inbox.put(_Stop())
+
+
+def _add(engine: Engine, command: _Add) -> list[_Refusal]:
+    """Queue all requests of a submission, or none: a refusal takes back those that were queued before it."""
+    queued: list[str] = []
+    try:
+        for choices in command.prompts:
+            engine.add(choices[0], choices[1:], arrival=command.arrival)
+            queued += _ids([choices])
+    except RequestError as error:
+        for request_id in queued:
+            engine.abort(request_id)
+        return [_Refusal(_ids(command.prompts), error)]
+    return []
+
+
+def _ids(prompts: Sequence[Sequence[Request]]) -> list[str]:
+    return [request.request_id for choices in prompts for request in choices]

@@ -1,0 +1,94 @@
+"""What `build_engine` takes from the files around the weights, and what it refuses at start."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miniserve.config import EngineConfig
+from miniserve.engine.build import EngineParts, build_engine
+from miniserve.errors import ConfigError
+from miniserve.sampling_params import SamplingParams
+from tests.support import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    tiny_model(path, "llama")
+    return path
+
+
+def build(folder: Path, **options: Any) -> EngineParts:
+    return build_engine(
+        EngineConfig(
+            model=str(folder), device="cpu", dtype="fp32", threads=1, max_model_len=64, num_kv_blocks=9, **options
+        )
+    )
+
+
+def recommend(folder: Path, **values: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+
+
+def text_of_chat(parts: EngineParts) -> str:
+    processor = parts.input_processor
+    return processor.tokenizer.decode(processor.tokenize_chat([{"role": "user", "content": "hi"}]))
+
+
+def test_the_summary(folder: Path) -> None:
+    parts = build(folder)
+    [line] = [line for line in parts.summary if line.startswith("KV cache")]
+    assert re.fullmatch(r"KV cache: 9 blocks x 16 tokens = 128 tokens \(\d+\.\d\d GB\)", line)
+    assert parts.backend_name == "sdpa"
+    assert parts.input_processor.kv_capacity_tokens == 128
+
+
+def test_sampling_defaults_of_the_model(folder: Path) -> None:
+    recommend(folder, temperature=0.6, top_p=0.95, top_k=20)
+    parts = build(folder)
+    assert SamplingParams(**parts.sampling_defaults) == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+    assert "sampling defaults of the model: temperature 0.6, top_p 0.95, top_k 20" in parts.summary
+
+
+def test_sampling_defaults_are_not_taken(folder: Path) -> None:
+    recommend(folder, temperature=0.6)
+    parts = build(folder, generation_config="none")
+    assert parts.sampling_defaults == {}
+    assert "sampling defaults: temperature 1, top_p 1" in parts.summary
+
+
+def test_sampling_defaults_that_nobody_can_take(folder: Path) -> None:
+    """Bug: a model that recommends temperature 3 refused every request that named none."""
+    recommend(folder, temperature=3.0)
+    with pytest.raises(ConfigError, match=r"temperature must be .*3\.0.*--generation-config none"):
+        build(folder)
+    assert build(folder, generation_config="none").sampling_defaults == {}
+
+
+def test_the_models_own_template(folder: Path) -> None:
+    assert text_of_chat(build(folder)) == "user: hiassistant:"
+
+
+def test_a_template_from_a_file(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}[{{ m.content }} ü]{% endfor %}", encoding="utf-8")
+    assert text_of_chat(build(folder, chat_template=str(path))) == "[hi ü]"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "cannot be read"), (b"{% for %}", "is not valid Jinja"), (b"\xff\xfe", "is not UTF-8 text")],
+    ids=["missing", "broken", "binary"],
+)
+def test_a_template_file_that_is_wrong(folder: Path, tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        build(folder, chat_template=str(path))
+    assert str(path) in str(caught.value)
