@@ -1,7 +1,7 @@
 """The command line: flags, and what each command prints. Heavy imports wait until a command needs them.
 
-The engine flags are generated from `EngineConfig`. Text goes to stdout, everything about it to stderr. Exit codes:
-0 done, 1 the request failed, 2 asked for something that cannot be started, 130 interrupted.
+The flags of the engine and of the server are generated from their config classes. Text goes to stdout, everything about
+it to stderr. Exit codes: 0 done, 1 the request failed, 2 asked for something that cannot be started, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from miniserve.config import EngineConfig, flag_info, flag_name
+from miniserve.config import EngineConfig, FlagInfo, ServerConfig, flag_info, flag_name
 from miniserve.errors import ConfigError, InvalidParameterError, RequestError, StartupError
 from miniserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from miniserve.core.request import Request
+    from miniserve.engine.build import EngineParts
     from miniserve.engine.llm import LLM
+    from miniserve.engine.metrics import MetricsHook
     from miniserve.outputs import EngineOutput
 
 INTERRUPTED = 130
@@ -75,13 +78,17 @@ def _parser() -> Parser:
 
     generate = commands.add_parser("generate", help="answer prompts on the terminal")
     _add_generate_flags(generate)
-    _add_engine_flags(generate)
+    _add_config_flags(generate, "engine", EngineConfig)
     generate.set_defaults(command=_generate)
 
-    for name, what in (("serve", "serve the OpenAI API over HTTP"), ("bench", "measure throughput and latency")):
-        later = commands.add_parser(name, help=f"{what} (not yet)")
-        _add_engine_flags(later)
-        later.set_defaults(command=_not_yet, name=name)
+    serve = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
+    _add_config_flags(serve, "server", ServerConfig)
+    _add_config_flags(serve, "engine", EngineConfig)
+    serve.set_defaults(command=_serve)
+
+    bench = commands.add_parser("bench", help="measure throughput and latency (not yet)")
+    _add_config_flags(bench, "engine", EngineConfig)
+    bench.set_defaults(command=_not_yet, name="bench")
 
     attn_demo = commands.add_parser("attn-demo", help="watch the attention backends agree on a toy cache")
     attn_demo.set_defaults(command=_attn_demo)
@@ -91,31 +98,33 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_engine_flags(parser: Parser) -> None:
-    """One flag per field of `EngineConfig`, with its default, choices and help. Absent flags stay absent."""
-    group = parser.add_argument_group("engine")
-    for config_field in fields(EngineConfig):
-        info = flag_info(config_field)
-        name = flag_name(config_field.name)
-        default = config_field.default
+def _add_config_flags(parser: Parser, title: str, config: type[EngineConfig] | type[ServerConfig]) -> None:
+    """One flag per field of `config`, with its default, choices and help. Absent flags stay absent."""
+    group = parser.add_argument_group(title)
+    for config_field in fields(config):
+        name, default = flag_name(config_field.name), config_field.default
         if isinstance(default, bool):
-            state = "on" if default else "off"
             group.add_argument(
                 name,
                 action=argparse.BooleanOptionalAction,
                 default=argparse.SUPPRESS,
-                help=f"{info.help} (default: {state})",
+                help=f"{flag_info(config_field).help} (default: {'on' if default else 'off'})",
             )
-            continue
-        shown = f" (default: {default})" if isinstance(default, (str, int, float)) else ""
-        group.add_argument(
-            name,
-            type=_parse_with(info.parse),
-            choices=info.choices,
-            metavar=info.metavar or config_field.name.upper().split("_")[-1],
-            default=argparse.SUPPRESS,
-            help=(info.help + shown).replace("%", "%%"),
-        )
+        else:
+            metavar = config_field.name.upper().split("_")[-1]
+            group.add_argument(name, **_flag_options(flag_info(config_field), metavar, default))
+
+
+def _flag_options(info: FlagInfo, metavar: str, default: Any) -> dict[str, Any]:
+    shown = f" (default: {default})" if isinstance(default, (str, int, float)) and default != "" else ""
+    return {
+        "action": "append" if info.repeatable else "store",
+        "type": _parse_with(info.parse),
+        "choices": info.choices,
+        "metavar": info.metavar or "|".join(info.choices or ()) or metavar,
+        "default": argparse.SUPPRESS,
+        "help": (info.help + shown).replace("%", "%%"),
+    }
 
 
 def _parse_with(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -161,8 +170,21 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: a value is out of range.
     """
-    given = vars(args)
-    return EngineConfig(**{f.name: given[f.name] for f in fields(EngineConfig) if f.name in given})
+    return EngineConfig(**_given(args, EngineConfig))
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The server flags that were given; `ServerConfig` has the defaults.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    return ServerConfig(**_given(args, ServerConfig))
+
+
+def _given(args: argparse.Namespace, config: type[EngineConfig] | type[ServerConfig]) -> dict[str, Any]:
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    return {f.name: given[f.name] for f in fields(config) if f.name in given}
 
 
 # generate
@@ -197,6 +219,8 @@ def _sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     }
     sampling = {name: value for name, value in given.items() if value is not None}
     sampling |= {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
+    if args.max_tokens == 0:
+        raise ConfigError("--max-tokens: there is nothing to print of 0 tokens; ask for at least 1")
     try:
         SamplingParams(**sampling)
     except InvalidParameterError as error:
@@ -305,18 +329,17 @@ class _OrderedWriter:
 
 def _print_statistics(outputs: list[EngineOutput]) -> None:
     """Time to first token, speed and cache use of the batch, to stderr."""
-    usages = [output.usage for output in outputs if output.usage is not None]
     timings = [output.timing for output in outputs if output.timing is not None]
-    if not usages or not timings:
+    firsts = [timing.first_token for timing in timings if timing.first_token is not None]
+    if not firsts:
         return
-    generated = sum(usage.completion_tokens for usage in usages)
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages)
+    generated = sum(output.usage.completion_tokens for output in outputs)
+    prompt = sum(output.usage.prompt_tokens for output in outputs)
+    cached = sum(output.usage.cached_tokens for output in outputs)
     total = max(timing.total for timing in timings)
-    first = min(timing.first_token for timing in timings)
     print(
         f"[miniserve] {prompt} prompt tokens ({cached} cached), {generated} generated in {total:.2f} s: "
-        f"{generated / total:.1f} tokens/s, first token after {first:.3f} s",
+        f"{generated / total:.1f} tokens/s, first token after {min(firsts):.3f} s",
         file=sys.stderr,
     )
 
@@ -327,12 +350,45 @@ def _print_json(llm: LLM, requests: list[Request]) -> int:
     return 0
 
 
+# serve
+
+
+def _serve(args: argparse.Namespace) -> int:
+    server, config = server_config(args), engine_config(args)
+    from miniserve.api.app import create_app
+    from miniserve.engine.async_engine import AsyncEngine
+    from miniserve.server import serve
+
+    def build(hooks: Sequence[MetricsHook]) -> EngineParts:
+        from miniserve.engine.build import build_engine
+
+        with _progress_bar("loading") as progress:
+            return build_engine(config, progress=progress, hooks=hooks)
+
+    names = _model_names(server, config)
+    engine = AsyncEngine(build, model_name=names[0], max_queued_requests=server.max_queued_requests)
+    serve(create_app(engine, server, names), engine, server, lambda url: _announce(engine.parts, names[0], url))
+    return 0
+
+
+def _model_names(server: ServerConfig, config: EngineConfig) -> tuple[str, ...]:
+    """What clients call the model. Of a path only the last part: where it lies is nobody's business."""
+    local = Path(config.model)
+    return server.served_model_name or (local.name if local.exists() else config.model,)
+
+
+def _announce(parts: EngineParts, name: str, url: str) -> None:
+    backend = f"{parts.resolved.device}, {parts.backend_name}"
+    for line in (*parts.summary, f"serving {name} on {url} ({backend})"):
+        print(f"[miniserve] {line}", file=sys.stderr, flush=True)
+
+
 # The other commands
 
 
 def _not_yet(args: argparse.Namespace) -> int:
     engine_config(args)
-    return _fail(f"{args.name} is not part of this version yet; generate is", 2)
+    return _fail(f"{args.name} is not part of this version yet; generate and serve are", 2)
 
 
 def _attn_demo(_args: argparse.Namespace) -> int:

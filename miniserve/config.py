@@ -1,7 +1,7 @@
-"""Configuration: `EngineConfig` is what was asked, `ResolvedConfig` is what will happen. Both are frozen.
+"""Configuration: `EngineConfig` and `ServerConfig` are what was asked, `ResolvedConfig` is what will happen.
 
-The command line's engine flags are generated from `EngineConfig`'s fields, so a flag, its default, its help text and
-its check stand in one place. Nothing here imports torch: facts about the machine come from `platform`, as arguments.
+All are frozen. The command line's flags are generated from their fields, so a flag, its default, its help text and its
+check stand in one place. Nothing here imports torch: facts about the machine come from `platform`, as arguments.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
 DEVICES = ("auto", "mps", "cuda", "cpu")
 ATTENTION_BACKENDS = ("auto", "sdpa", "torch", "flash_attn")
 LOAD_FORMATS = ("auto", "dummy")
+GENERATION_CONFIGS = ("model", "none")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class FlagInfo:
-    """How a field appears on the command line."""
+    """How a field appears on the command line. `repeatable`: the flag may be given again; the field is a tuple."""
 
     help: str
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
     parse: Callable[[str], Any] = str
+    repeatable: bool = False
 
 
 def _flag(default: Any, help: str, **info: Any) -> Any:
@@ -69,6 +72,12 @@ class EngineConfig:
     )
     revision: str | None = _flag(None, "branch, tag or commit of the model on the hub")
     tokenizer: str | None = _flag(None, "tokenizer from another folder, .gguf file or model id")
+    chat_template: str | None = _flag(None, "file with a Jinja chat template to use in place of the model's own")
+    generation_config: str = _flag(
+        "model",
+        "sampling defaults: model takes those of its generation_config.json, none takes temperature 1 and top_p 1",
+        choices=GENERATION_CONFIGS,
+    )
     load_format: str = _flag(
         "auto", "auto reads the weights; dummy makes random ones from the config", choices=LOAD_FORMATS
     )
@@ -102,14 +111,14 @@ class EngineConfig:
     threads: int | None = _flag(None, "CPU threads for computing; default: physical cores", parse=int)
 
     def __post_init__(self) -> None:
-        for name in ("load_format", "device", "dtype", "attention_backend"):
-            self._check_choice(name)
-        self._check_at_least("max_model_len", 2)
-        self._check_at_least("max_num_seqs", 1)
-        self._check_at_least("max_num_batched_tokens", 1)
-        self._check_at_least("block_size", 1)
-        self._check_at_least("num_kv_blocks", 2)
-        self._check_at_least("threads", 1)
+        for name in ("generation_config", "load_format", "device", "dtype", "attention_backend"):
+            _check_choice(self, name)
+        _check_at_least(self, "max_model_len", 2)
+        _check_at_least(self, "max_num_seqs", 1)
+        _check_at_least(self, "max_num_batched_tokens", 1)
+        _check_at_least(self, "block_size", 1)
+        _check_at_least(self, "num_kv_blocks", 2)
+        _check_at_least(self, "threads", 1)
         if not self.model:
             raise ConfigError("--model is empty; name a model, such as smollm2")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -119,16 +128,62 @@ class EngineConfig:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be in [0, 2^63), got {self.seed}")
 
-    def _check_choice(self, name: str) -> None:
-        value = getattr(self, name)
-        choices = flag_info(_field(name)).choices or ()
-        if value not in choices:
-            raise ConfigError(f"{flag_name(name)} must be one of {', '.join(choices)}; got {value!r}")
 
-    def _check_at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None and (not isinstance(value, int) or value < low):
-            raise ConfigError(f"{flag_name(name)} must be an integer of at least {low}, got {value!r}")
+def default_api_keys() -> tuple[str, ...]:
+    """The environment's key, if it has one."""
+    key = os.environ.get("MINISERVE_API_KEY")
+    return (key,) if key else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What was asked of the HTTP server. One flag per field.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag.
+    """
+
+    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = _flag(8000, "port to listen on; 0 takes a free one", parse=int)
+    uds: str | None = _flag(None, "listen on this Unix socket instead", metavar="PATH")
+    api_key: tuple[str, ...] = _flag(
+        default_api_keys,
+        "require this key for /v1, /tokenize and /detokenize; may be given again; default $MINISERVE_API_KEY",
+        repeatable=True,
+    )
+    served_model_name: tuple[str, ...] = _flag(
+        (), "name of the model in the API; may be given again for aliases; default: --model", repeatable=True
+    )
+    allowed_origins: tuple[str, ...] = _flag(
+        (), "origin that browsers may call from (CORS); may be given again; * is any", repeatable=True
+    )
+    max_queued_requests: int = _flag(1024, "requests that may wait; beyond, the answer is 429", parse=int)
+    max_body_bytes: int = _flag(32 * 2**20, "largest request body", parse=int)
+    timeout_keep_alive: int = _flag(75, "seconds that an idle connection is kept", parse=int)
+    timeout_graceful_shutdown: int = _flag(30, "seconds that running requests get to finish at shutdown", parse=int)
+    log_level: str = _flag("info", "least severe kind of log line", choices=LOG_LEVELS)
+    access_log: bool = _flag(True, "log a line per HTTP request")
+    log_requests: bool = _flag(False, "log prompts and parameters; without it no user text is logged")
+    root_path: str = _flag("", "path prefix that a proxy strips", metavar="PATH")
+    ssl_keyfile: str | None = _flag(None, "key of the TLS certificate", metavar="FILE")
+    ssl_certfile: str | None = _flag(None, "TLS certificate; serves https", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "log_level")
+        _check_at_least(self, "port", 0)
+        _check_at_least(self, "max_queued_requests", 1)
+        _check_at_least(self, "max_body_bytes", 1024)
+        _check_at_least(self, "timeout_keep_alive", 1)
+        _check_at_least(self, "timeout_graceful_shutdown", 0)
+        if self.port > 65535:
+            raise ConfigError(f"--port must be at most 65535, got {self.port}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile belong together; give both")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"--root-path must start with /, got {self.root_path!r}")
+        for name in ("api_key", "served_model_name", "allowed_origins"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"{flag_name(name)} must not be empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,10 +278,19 @@ def flag_name(field_name: str) -> str:
 
 
 def flag_info(config_field: Field[Any]) -> FlagInfo:
-    """What the command line needs to know of a field of `EngineConfig`."""
+    """What the command line needs to know of a config field."""
     info: FlagInfo = config_field.metadata["flag"]
     return info
 
 
-def _field(name: str) -> Field[Any]:
-    return next(candidate for candidate in fields(EngineConfig) if candidate.name == name)
+def _check_choice(config: EngineConfig | ServerConfig, name: str) -> None:
+    value = getattr(config, name)
+    [choices] = [flag_info(candidate).choices or () for candidate in fields(config) if candidate.name == name]
+    if value not in choices:
+        raise ConfigError(f"{flag_name(name)} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _check_at_least(config: EngineConfig | ServerConfig, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if value is not None and (not isinstance(value, int) or value < low):
+        raise ConfigError(f"{flag_name(name)} must be an integer of at least {low}, got {value!r}")

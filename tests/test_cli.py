@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from miniserve import cli
-from miniserve.config import EngineConfig, flag_name
+from miniserve.config import EngineConfig, ServerConfig, flag_name
 from tests.support import tiny_model
 
 CONTEXT = 100_000  # of the tiny model: long enough to be interrupted
@@ -82,6 +82,8 @@ BAD_ENGINE_FLAGS = {
     "model": ["", "./nowhere", "/nowhere/at/all", "nowhere.gguf", __file__],
     "revision": ["main"],  # of a local model
     "tokenizer": ["./nowhere"],
+    "chat_template": ["./nowhere"],
+    "generation_config": ["mine"],
     "load_format": ["fast"],
     "device": ["gpu"],
     "dtype": ["int8", "FP32"],
@@ -96,6 +98,24 @@ BAD_ENGINE_FLAGS = {
     "cuda_graphs": [],
     "seed": ["-1", "9223372036854775808", "x"],
     "threads": ["0", "all"],
+}
+BAD_SERVER_FLAGS = {
+    "host": ["no.such.host.invalid", "256.0.0.1"],
+    "port": ["-1", "65536", "http"],
+    "uds": ["/no/such/folder/a.sock", __file__],
+    "api_key": [""],
+    "served_model_name": [""],
+    "allowed_origins": [""],
+    "max_queued_requests": ["0", "x"],
+    "max_body_bytes": ["0", "1000", "1M"],
+    "timeout_keep_alive": ["0", "1.5"],
+    "timeout_graceful_shutdown": ["-1"],
+    "log_level": ["loud"],
+    "access_log": [],
+    "log_requests": [],
+    "root_path": ["no-slash"],
+    "ssl_keyfile": ["key.pem"],
+    "ssl_certfile": ["cert.pem"],
 }
 BAD_SAMPLING_FLAGS = {
     "--max-tokens": ["0", "-1", "many", "1.5"],
@@ -126,8 +146,19 @@ def test_every_engine_flag_has_its_mistakes_tested() -> None:
 )
 def test_bad_engine_flag(run: Run, folder: str, field: str, value: str) -> None:
     result = run("generate", "-p", "hi", "--model", folder, f"{flag_name(field)}={value}")
-    names_a_file = field in ("model", "tokenizer") and value
+    names_a_file = field in ("model", "tokenizer", "chat_template") and value
     check_refusal(result, Path(value).name if names_a_file else flag_name(field))
+
+
+def test_every_server_flag_has_its_mistakes_tested() -> None:
+    assert list(BAD_SERVER_FLAGS) == [field.name for field in fields(ServerConfig)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_SERVER_FLAGS.items() for value in values]
+)
+def test_bad_server_flag(run: Run, folder: str, field: str, value: str) -> None:
+    check_refusal(run("serve", "--model", folder, f"{flag_name(field)}={value}"), flag_name(field))
 
 
 @pytest.mark.usefixtures("no_loading")
@@ -159,9 +190,8 @@ def test_bad_command(run: Run, argv: tuple[str, ...], name: str) -> None:
     check_refusal(run(*argv), name)
 
 
-@pytest.mark.parametrize("command", ["serve", "bench"])
-def test_what_is_still_to_come_says_so(run: Run, command: str) -> None:
-    check_refusal(run(command), command, "not")
+def test_what_is_still_to_come_says_so(run: Run) -> None:
+    check_refusal(run("bench"), "bench", "not")
 
 
 def test_a_device_that_is_not_there(run: Run, folder: str) -> None:
@@ -212,6 +242,13 @@ def test_help_has_every_engine_flag(run: Run, command: str) -> None:
     for field in fields(EngineConfig):
         assert flag_name(field.name) in result.out
     assert "--no-prefix-caching" in result.out
+
+
+def test_help_of_serve_has_every_server_flag(run: Run) -> None:
+    result = run("serve", "--help")
+    assert (result.code, result.err) == (0, "")
+    for field in fields(ServerConfig):
+        assert flag_name(field.name) in result.out
 
 
 def test_help_has_defaults_and_commands(run: Run) -> None:

@@ -1,0 +1,1 @@
+"""What goes over the wire: request models that validate, response models that describe."""

@@ -1,0 +1,214 @@
+"""What several endpoints share: the sampling fields of a request, usage, errors.
+
+The bounds stand here once more than in `SamplingParams` so that /openapi.json and docs/API.md can show them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from miniserve.errors import InvalidParameterError
+from miniserve.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+    SamplingParams,
+)
+
+MAX_N = 128
+MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # prompts x n
+
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+# Fields that go to `SamplingParams` as they are.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "seed",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+class RequestModel(BaseModel):
+    """A request body: no "0.5" for a number and no true for an integer; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class ResponseModel(BaseModel):
+    """Describes an answer. Answers are not built from it: that would cost more than the rest of a chunk."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+def _as_stop_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise InvalidParameterError("stop must be a string or a list of strings", param="stop")
+    return value
+
+
+def _as_logit_bias(value: Any) -> Any:
+    """JSON's keys are strings, the engine's are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LOGIT_BIASES:
+        raise InvalidParameterError(
+            f"logit_bias has {len(value)} keys; at most {MAX_LOGIT_BIASES} are allowed", param="logit_bias"
+        )
+    for key in value:
+        if _TOKEN_ID.fullmatch(key) is None:
+            raise InvalidParameterError(
+                f'logit_bias has the key {key[:80]!r}; keys are token ids, such as "42"', param="logit_bias"
+            )
+    return {int(key): bias for key, bias in value.items()}
+
+
+_STOP_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_LENGTH},
+        {
+            "type": "array",
+            "maxItems": MAX_STOP_STRINGS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_LENGTH},
+        },
+        {"type": "null"},
+    ]
+}
+_LOGIT_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "maxProperties": MAX_LOGIT_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+        },
+        {"type": "null"},
+    ]
+}
+
+Number = float | None
+StopField = Annotated[list[str] | None, BeforeValidator(_as_stop_list), WithJsonSchema(_STOP_SCHEMA)]
+LogitBiasField = Annotated[dict[int, float] | None, BeforeValidator(_as_logit_bias), WithJsonSchema(_LOGIT_BIAS_SCHEMA)]
+MODEL_DESCRIPTION = "a served model's name; without it, the first one"
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = Field(None, description="one more chunk at the end, with the usage")
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
+
+
+class SamplingFields(RequestModel):
+    """What chat and plain completions have in common."""
+
+    model: str | None = Field(None, description=MODEL_DESCRIPTION)
+    temperature: Number = Field(None, ge=0, le=2, description="0 is greedy; default: the model's, else 1")
+    top_p: Number = Field(None, gt=0, le=1, description="nucleus; default: the model's, else 1")
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 is off; default: the model's, else off")
+    min_p: Number = Field(None, ge=0, le=1, description="relative to the most probable; default: the model's, else 0")
+    presence_penalty: Number = Field(None, ge=-2, le=2, description="counts output tokens only")
+    frequency_penalty: Number = Field(None, ge=-2, le=2, description="counts output tokens only")
+    repetition_penalty: Number = Field(
+        None, gt=0, le=MAX_REPETITION_PENALTY, description="counts prompt and output; 1 is off"
+    )
+    logit_bias: LogitBiasField = Field(
+        None,
+        description=f"token id -> number in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]; at most {MAX_LOGIT_BIASES} keys",
+    )
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED, description="makes the answer reproducible")
+    n: int | None = Field(None, ge=1, le=MAX_N, description=f"choices per prompt; prompts x n <= {MAX_CHOICES}")
+    stop: StopField = Field(
+        None,
+        description=f"a string or up to {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_STRING_LENGTH} characters; "
+        "a special token's text matches by id",
+    )
+    stop_token_ids: list[int] | None = Field(
+        None, fail_fast=True, max_length=MAX_STOP_TOKEN_IDS, description="end the output too"
+    )
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS, description="nothing ends the output before")
+    ignore_eos: bool | None = Field(None, description="the model's end tokens do not end the output")
+    include_stop_str_in_output: bool | None = Field(None, description="show the stop string too")
+    skip_special_tokens: bool | None = Field(None, description="special tokens leave no text; default true")
+    stream: bool | None = Field(None, description="answer as server-sent events")
+    stream_options: StreamOptions | None = Field(
+        None, description="with stream only: include_usage, continuous_usage_stats"
+    )
+
+    def check_stream_options(self) -> None:
+        """Raises InvalidParameterError where they have no stream to apply to."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameterError(
+                "stream_options are for streams; set stream to true, or leave them out", param="stream_options"
+            )
+
+    def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
+        """The engine's view. What the request does not name comes from `defaults`; `own` is the endpoint's.
+
+        Raises:
+            InvalidParameterError: a value is out of range.
+        """
+        named = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **{**defaults, **named},
+            logit_bias=self.logit_bias or {},
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **own,
+        )
+
+
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class PromptTokensDetails(ResponseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = Field(description="taken from the prefix cache")
+
+
+class UsageInfo(ResponseModel):
+    """Token counts of a call: each prompt once, all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ErrorDetail(ResponseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="the request's field at fault")
+    code: str | None
+
+
+class ErrorResponse(ResponseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+FinishReasonName = Literal["stop", "length"]

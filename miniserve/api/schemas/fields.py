@@ -1,0 +1,115 @@
+"""Which fields are refused by name and which are ignored: the tables, and the check.
+
+A field that would change the answer and is not implemented is refused, unless its value asks for nothing: null, or one
+of the harmless values in the table. A field that cannot change the answer is ignored, as is any that nobody knows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miniserve.errors import UnsupportedParameterError
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that is refused, unless it is null or has one of the `harmless` values."""
+
+    name: str
+    harmless: tuple[Any, ...] = ()
+
+    def allows(self, value: Any) -> bool:
+        """Whether the value asks for nothing. JSON's true is not 1."""
+        same_kind = (item for item in self.harmless if isinstance(item, bool) == isinstance(value, bool))
+        return value is None or value in same_kind
+
+
+_OFF = (False,)
+_EMPTY_LIST: tuple[Any, ...] = ([],)
+_EMPTY_OBJECT: tuple[Any, ...] = ({},)
+
+_ANY_TEXT = (
+    Refused("response_format", ({"type": "text"},)),
+    Refused("structured_outputs"),
+    *(Refused(f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar", "json_object")),
+    Refused("guided_decoding_backend"),
+    Refused("guided_whitespace_pattern"),
+    *(Refused(name) for name in ("json_schema", "regex", "ebnf", "grammar")),
+    Refused("cache_salt"),
+    Refused("priority", (0,)),
+    Refused("prompt_logprobs"),
+    Refused("return_token_ids", _OFF),
+    Refused("return_tokens_as_token_ids", _OFF),
+    Refused("truncate_prompt_tokens"),
+    Refused("use_beam_search", _OFF),
+    Refused("length_penalty", (1,)),
+    Refused("bad_words", _EMPTY_LIST),
+    Refused("allowed_token_ids"),
+    Refused("logits_processors", _EMPTY_LIST),
+    Refused("spaces_between_special_tokens", (True,)),
+    Refused("typical_p", (1,)),
+    Refused("kv_transfer_params"),
+)
+_CHAT_PROMPT = (
+    Refused("tools", _EMPTY_LIST),
+    Refused("chat_template"),
+    Refused("chat_template_kwargs", _EMPTY_OBJECT),
+    Refused("continue_final_message", _OFF),
+    Refused("documents", _EMPTY_LIST),
+    Refused("mm_processor_kwargs", _EMPTY_OBJECT),
+)
+CHAT_REFUSED = (
+    *_CHAT_PROMPT,
+    Refused("add_generation_prompt", (True,)),
+    Refused("tool_choice", ("none", "auto")),
+    Refused("functions", _EMPTY_LIST),
+    Refused("function_call", ("none", "auto")),
+    Refused("reasoning_effort"),
+    Refused("include_reasoning", (True,)),
+    Refused("audio"),
+    Refused("modalities", (["text"],)),
+    Refused("prediction"),
+    Refused("web_search_options"),
+    Refused("echo", _OFF),
+    *_ANY_TEXT,
+)
+COMPLETIONS_REFUSED = (Refused("suffix", ("",)), Refused("prompt_embeds"), *_ANY_TEXT)
+TOKENIZE_REFUSED = (*_CHAT_PROMPT, Refused("truncate_prompt_tokens"))
+DETOKENIZE_REFUSED: tuple[Refused, ...] = ()
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+    "parallel_tool_calls",
+)
+
+
+def check_refused(fields: Mapping[str, Any], refused: tuple[Refused, ...]) -> None:
+    """Refuse what `fields` asks for and nobody would do.
+
+    Raises:
+        UnsupportedParameterError: names the field.
+    """
+    for rule in refused:
+        if rule.name in fields and not rule.allows(fields[rule.name]):
+            raise UnsupportedParameterError(
+                f"{rule.name} is not implemented; leave it out" + _allowed(rule), param=rule.name
+            )
+
+
+def _allowed(rule: Refused) -> str:
+    return "".join(f", or send {harmless_text(value)}" for value in rule.harmless[:2])
+
+
+def harmless_text(value: Any) -> str:
+    """A harmless value as JSON."""
+    return json.dumps(value)

@@ -1,0 +1,291 @@
+"""The process around the application: listening sockets, uvicorn, signals, log lines. The only importer of uvicorn.
+
+The port is taken before anything else, so that a port in use is an error at once and not after a model was loaded.
+While the engine thread loads, the server answers already, with 503. Does not know what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from miniserve.config import ServerConfig
+from miniserve.engine.async_engine import AsyncEngine
+from miniserve.errors import ConfigError
+
+MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
+# How long a thread may keep the interpreter from the others, in seconds. A write to a socket gives it away, so with
+# Python's 5 ms the event loop would lose that much per chunk to the engine's thread.
+_SWITCH_INTERVAL = 0.0005
+_FLUSH_SECONDS = 5  # for slow readers to take the last chunks after the grace period
+
+
+def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> None:
+    """Serve `app` until a signal ends it.
+
+    SIGTERM or SIGINT stops admitting, lets what runs finish within the grace period and ends the rest with an error; a
+    second signal ends the process at once.
+
+    Args:
+        app: the ASGI application. Its lifespan starts and stops `engine`.
+        announce: called once with the server's URL when the engine is ready.
+
+    Raises:
+        StartupError: the address or the certificate cannot be used, or the engine cannot be built.
+    """
+    configure_logging(config)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    with listening_socket(config) as listener:
+        server = _Server(_uvicorn_config(app, config), engine, config, lambda: announce(_url(config, listener)))
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+
+
+def configure_logging(config: ServerConfig) -> None:
+    """Our log lines and uvicorn's, one format, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    level = config.log_level.upper()
+    access = level if config.access_log else "CRITICAL"
+    # uvicorn's own lines of progress say nothing that ours do not.
+    uvicorn_level = level if config.log_level in ("debug", "error") else "WARNING"
+    for name, its_level in (("miniserve", level), ("uvicorn", uvicorn_level), ("uvicorn.access", access)):
+        logger = logging.getLogger(name)
+        logger.setLevel(its_level)
+        logger.propagate = False
+        logger.handlers = [handler]
+    # uvicorn logs an access line for whoever handles it: silence is no handler at all, and costs nothing.
+    if not config.access_log:
+        logging.getLogger("uvicorn.access").handlers = []
+
+
+# Sockets
+
+
+@contextlib.contextmanager
+def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
+    """A bound socket: the Unix socket's path, or the first address of the host.
+
+    Raises:
+        ConfigError: it cannot be had; the message says which flag to change.
+    """
+    if config.uds is not None:
+        with _unix_socket(Path(config.uds)) as listener:
+            yield listener
+        return
+    with _tcp_socket(config.host, config.port) as listener:
+        yield listener
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Listening here, not later, makes a second server on the same port fail now.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_problem(host, port, error)) from None
+    return listener
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use; stop what uses it, or take another one with --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} is not allowed to this user; take one above 1023 with --port"
+    return f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port"
+
+
+@contextlib.contextmanager
+def _unix_socket(path: Path) -> Iterator[socket.socket]:
+    _remove_stale_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds {path}: cannot listen there: {error.strerror or error}") from None
+    try:
+        yield listener
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """A killed server leaves its socket behind; a living one must not lose it."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"--uds {path} exists and is not a socket; name another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            raise ConfigError(f"--uds {path}: {error.strerror}") from None
+    raise ConfigError(f"--uds {path}: another server listens there; stop it, or name another path")
+
+
+def _url(config: ServerConfig, listener: socket.socket) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+# uvicorn
+
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    result = uvicorn.Config(
+        app,
+        loop="auto" if sys.platform == "win32" else "uvloop",
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=config.access_log,
+        server_header=False,
+        root_path=config.root_path,
+        timeout_keep_alive=config.timeout_keep_alive,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+    )
+    try:
+        result.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} with --ssl-keyfile {config.ssl_keyfile} cannot be used: {error}"
+        ) from None
+    return result
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's fast protocol, which takes headers of any size, with a bound on them."""
+
+    _header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        """A new request."""
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header. 32 bytes for what Python needs to keep it."""
+        self._count(len(name) + len(value) + 32)
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be parsed as HTTP, in the same form as every other error."""
+        if self._header_bytes > MAX_HEADER_BYTES:
+            msg = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes; send less."
+        body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % msg.encode()
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which announces a ready engine, ends with a failed one, and drains before it exits."""
+
+    def __init__(
+        self, config: uvicorn.Config, engine: AsyncEngine, asked: ServerConfig, announce: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self.failure: BaseException | None = None
+        self._engine = engine
+        self._grace = float(asked.timeout_graceful_shutdown)
+        self._announce = announce
+        self._uds = asked.uds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._exiting = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals as `handle_exit` says, and exit with code 0 after a drain."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second exits at once: a thread deep in a step would hold up anything gentler."""
+        if self._exiting or self._loop is None:
+            if self._uds is not None:
+                Path(self._uds).unlink(missing_ok=True)
+            sys.stderr.flush()
+            os._exit(128 + sig)
+        self._exiting = True
+        self._loop.call_soon_threadsafe(self._start, self._drain)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, while the engine loads."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._start(self._watch_loading)
+
+    def _start(self, coroutine: Callable[[], Any]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(coroutine()))
+
+    async def _watch_loading(self) -> None:
+        try:
+            await self._engine.wait_ready()
+        except BaseException as error:
+            if not self._exiting:
+                self.failure = error
+            self.should_exit = True
+            return
+        self._announce()
+
+    async def _drain(self) -> None:
+        logging.getLogger("miniserve").info(
+            "shutting down: requests in progress get %d s; a second signal ends them now", self._grace
+        )
+        try:
+            await self._engine.drain(self._grace)
+        finally:
+            self.should_exit = True

@@ -1,0 +1,88 @@
+"""Sockets before the server runs: what cannot be had is said in one line, and a stale socket is no obstacle."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miniserve.config import ServerConfig
+from miniserve.errors import ConfigError
+from miniserve.server import configure_logging, listening_socket
+
+
+@pytest.fixture(autouse=True)
+def restored_loggers() -> Iterator[None]:
+    """`configure_logging` changes loggers that the whole process shares."""
+    loggers = [logging.getLogger(name) for name in ("miniserve", "uvicorn", "uvicorn.access")]
+    before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers = propagate, handlers
+
+
+def test_a_free_port_is_taken() -> None:
+    with listening_socket(ServerConfig(port=0)) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1" and port > 0
+        with socket.create_connection((host, port), timeout=5):
+            pass
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
+    with listening_socket(ServerConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use.*--port"),
+            listening_socket(ServerConfig(port=port)),
+        ):
+            pass
+
+
+def test_an_ipv6_address() -> None:
+    try:
+        with listening_socket(ServerConfig(host="::1", port=0)) as listener:
+            assert listener.family == socket.AF_INET6
+    except ConfigError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+
+
+def test_a_unix_socket_is_removed_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with listening_socket(ServerConfig(uds=str(path))):
+        assert path.is_socket()
+    assert not path.exists()
+
+
+def test_a_stale_unix_socket_is_no_obstacle(tmp_path: Path) -> None:
+    """Bug kind: a killed server leaves its socket file, and the next start fails on it."""
+    path = tmp_path / "a.sock"
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(path))
+    killed.close()
+    assert path.is_socket()
+    with listening_socket(ServerConfig(uds=str(path))), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_the_socket_of_a_living_server_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with listening_socket(ServerConfig(uds=str(path))):
+        with (
+            pytest.raises(ConfigError, match=r"--uds.*another server"),
+            listening_socket(ServerConfig(uds=str(path))),
+        ):
+            pass
+        assert path.is_socket()
+
+
+def test_without_an_access_log_uvicorn_finds_no_handler() -> None:
+    """It formats a line whenever it finds one, however high the level is."""
+    configure_logging(ServerConfig(access_log=False))
+    assert not logging.getLogger("uvicorn.access").hasHandlers()
+    configure_logging(ServerConfig(access_log=True))
+    assert logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO)
