@@ -70,9 +70,16 @@ def configure_logging(config: ServerConfig) -> None:
         logger.setLevel(its_level)
         logger.propagate = False
         logger.handlers = [handler]
+    logging.getLogger("uvicorn.access").filters = [_without_probes]
     # uvicorn logs an access line for whoever handles it: silence is no handler at all, and costs nothing.
     if not config.access_log:
         logging.getLogger("uvicorn.access").handlers = []
+
+
+def _without_probes(record: logging.LogRecord) -> bool:
+    """Whether an access line is worth a line: monitoring asks for these two every few seconds, all day."""
+    arguments = record.args
+    return not (isinstance(arguments, tuple) and len(arguments) > 2 and arguments[2] in ("/health", "/metrics"))
 
 
 # Sockets

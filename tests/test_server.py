@@ -18,11 +18,11 @@ from miniserve.server import configure_logging, listening_socket
 def restored_loggers() -> Iterator[None]:
     """`configure_logging` changes loggers that the whole process shares."""
     loggers = [logging.getLogger(name) for name in ("miniserve", "uvicorn", "uvicorn.access")]
-    before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
+    before = [(logger.level, logger.propagate, logger.handlers, logger.filters) for logger in loggers]
     yield
-    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+    for logger, (level, propagate, handlers, filters) in zip(loggers, before, strict=True):
         logger.setLevel(level)
-        logger.propagate, logger.handlers = propagate, handlers
+        logger.propagate, logger.handlers, logger.filters = propagate, handlers, filters
 
 
 def test_a_free_port_is_taken() -> None:
@@ -86,3 +86,12 @@ def test_without_an_access_log_uvicorn_finds_no_handler() -> None:
     assert not logging.getLogger("uvicorn.access").hasHandlers()
     configure_logging(ServerConfig(access_log=True))
     assert logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO)
+
+
+def test_the_access_log_leaves_out_what_monitoring_asks_all_day(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging(ServerConfig())
+    line = '%s - "%s %s HTTP/%s" %d'
+    for path in ("/health", "/metrics", "/v1/models"):
+        logging.getLogger("uvicorn.access").info(line, "1.2.3.4:5", "GET", path, "1.1", 200)
+    logged = capfd.readouterr().err
+    assert "GET /v1/models" in logged and "/health" not in logged and "/metrics" not in logged

@@ -38,6 +38,8 @@ class StopMatcher:
         later does. After a match nothing may be pushed any more: what follows the stop string is dropped.
         """
         assert not self._stopped, "text pushed after a stop string"
+        if not self._stops:
+            return text, None
         seen = self._held + text
         for end in range(len(self._held) + 1, len(seen) + 1):
             stop = self._advance(seen[end - 1])
