@@ -198,13 +198,25 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's fast protocol, which takes headers of any size, with a bound on them."""
+    """uvicorn's fast protocol, which takes headers of any size, with a bound on them.
+
+    The parser tells of a header (or a trailer) when it is whole, so what never becomes whole is bounded too: the bytes
+    that came since it told of anything.
+    """
 
     _header_bytes = 0
+    _silent_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """What came in."""
+        self._silent_bytes += len(data)
+        super().data_received(data)
+        if self._silent_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
         """A new request."""
-        self._header_bytes = 0
+        self._header_bytes = self._silent_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -217,14 +229,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + 32)
         super().on_header(name, value)
 
+    def on_body(self, body: bytes) -> None:
+        """A part of the body, which the application bounds."""
+        self._silent_bytes = 0
+        super().on_body(body)
+
     def _count(self, num_bytes: int) -> None:
+        self._silent_bytes = 0
         self._header_bytes += num_bytes
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"the headers are larger than {MAX_HEADER_BYTES} bytes")
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP, in the same form as every other error."""
-        if self._header_bytes > MAX_HEADER_BYTES:
+        if max(self._header_bytes, self._silent_bytes) > MAX_HEADER_BYTES:
             msg = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes; send less."
         body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % msg.encode()
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)

@@ -53,9 +53,10 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def event_stream(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that may answer with a stream of `chunk`s."""
-    description = f"with stream: `data:` lines, each a {chunk.__name__}, the last one [DONE]"
-    content = {"text/event-stream": {"schema": {"type": "string", "description": description}}}
-    return {200: {"description": "the answer, or a stream of it", "content": content}}
+    data = {"type": "string", "description": f"a {chunk.__name__} as JSON; of the last event [DONE]"}
+    event = {"type": "object", "description": "one event of the stream", "required": ["data"]}
+    content = {"text/event-stream": {"schema": {**event, "properties": {"data": data}}}}
+    return {200: {"description": "the answer, or with `stream` a stream of it", "content": content}}
 
 
 def install_openapi(app: FastAPI, *, with_keys: bool) -> None:
