@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,6 +27,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from miniserve.config import ServerConfig
 from miniserve.engine.async_engine import AsyncEngine
 from miniserve.errors import ConfigError
+
+logger = logging.getLogger("miniserve")
 
 MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 # How long a thread may keep the interpreter from the others, in seconds. A write to a socket gives it away, so with
@@ -55,6 +57,15 @@ def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callabl
         server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+    if engine.is_running:
+        # It loads, or is deep in a step: the interpreter's own exit would pull the ground from under native code.
+        _exit_at_once(0)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def configure_logging(config: ServerConfig) -> None:
@@ -77,9 +88,13 @@ def configure_logging(config: ServerConfig) -> None:
 
 
 def _without_probes(record: logging.LogRecord) -> bool:
-    """Whether an access line is worth a line: monitoring asks for these two every few seconds, all day."""
-    arguments = record.args
-    return not (isinstance(arguments, tuple) and len(arguments) > 2 and arguments[2] in ("/health", "/metrics"))
+    """Drop what monitoring asks for every few seconds, and query strings, which may hold secrets."""
+    if not isinstance(record.args, tuple) or len(record.args) != 5:
+        return True
+    client, method, target, version, status = record.args
+    path = str(target).partition("?")[0]
+    record.args = (client, method, path, version, status)
+    return path not in ("/health", "/metrics")
 
 
 # Sockets
@@ -184,7 +199,6 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         root_path=config.root_path,
         timeout_keep_alive=config.timeout_keep_alive,
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
     )
@@ -213,6 +227,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._silent_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response("")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """There are no WebSockets here; uvicorn would log advice to install some."""
 
     def on_message_begin(self) -> None:
         """A new request."""
@@ -282,8 +299,8 @@ class _Server(uvicorn.Server):
         if self._exiting or self._loop is None:
             if self._uds is not None:
                 Path(self._uds).unlink(missing_ok=True)
-            sys.stderr.flush()
-            os._exit(128 + sig)
+            logger.warning("second signal: exiting at once")
+            _exit_at_once(128 + sig)
         self._exiting = True
         self._loop.call_soon_threadsafe(self._start, self._drain)
 
@@ -292,6 +309,21 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._start(self._watch_loading)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close what is left: at once where a request has not come in whole, else when the last chunk could go out."""
+        for connection in self._connections():
+            if connection.cycle is not None and connection.cycle.more_body:
+                connection.transport.abort()
+        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._abort_connections)
+        await super().shutdown(sockets)
+
+    def _abort_connections(self) -> None:
+        for connection in self._connections():
+            connection.transport.abort()
+
+    def _connections(self) -> list[BoundedHttpProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, BoundedHttpProtocol)]
 
     def _start(self, coroutine: Callable[[], Any]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine()))
@@ -307,9 +339,7 @@ class _Server(uvicorn.Server):
         self._announce()
 
     async def _drain(self) -> None:
-        logging.getLogger("miniserve").info(
-            "shutting down: requests in progress get %d s; a second signal ends them now", self._grace
-        )
+        logger.info("shutting down: requests in progress get %d s; a second signal ends them now", self._grace)
         try:
             await self._engine.drain(self._grace)
         finally:

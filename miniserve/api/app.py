@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 from miniserve.api.deps import Server
 from miniserve.api.errors import install_error_handlers
@@ -38,14 +39,12 @@ def create_app(engine: AsyncEngine, config: ServerConfig, model_names: tuple[str
             await engine.stop()
             server.workers.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs with its scripts from here: the page would fetch them from a CDN
         title="miniserve",
         version=version("miniserve"),
         description="OpenAI-compatible inference server",
         lifespan=lifespan,
-        root_path=config.root_path,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     app.state.server = server

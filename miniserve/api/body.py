@@ -6,6 +6,8 @@ are not OpenAI's. Every fault here is a `RequestError` that names the field and 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import re
 from collections.abc import AsyncGenerator
@@ -21,8 +23,23 @@ from miniserve.api.schemas.fields import Refused, check_refused
 from miniserve.errors import InvalidParameterError, RequestTooLargeError
 
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
-# A number that overflows to infinity has an exponent or hundreds of digits: only then is the object searched for one.
-_MAY_OVERFLOW = re.compile(rb"\d[eE]\+?\d|\d{300}")
+# A number that is not finite is spelled so, or has an exponent or hundreds of digits: only then is the object searched.
+_MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d|\d{300}")
+_DISCARD_SECONDS = 2.0
+# Pydantic's kinds of complaints in the words of JSON; the others speak for themselves.
+_COMPLAINTS = {
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+}
 _MAX_SHOWN = 80
 
 
@@ -46,13 +63,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if size <= max_bytes and not declares_too_much:
             chunks.append(chunk)
         else:
-            chunks.clear()
-        # As much again is read and dropped: a client that is still sending would not see the answer.
-        if size > 2 * max_bytes:
-            break
-    if size > max_bytes or declares_too_much:
-        raise _too_large(max_bytes)
+            await _discard(request.receive, max_bytes)
+            raise _too_large(max_bytes)
     return b"".join(chunks)
+
+
+async def _discard(receive: Receive, num_bytes: int) -> None:
+    """Read on for a while, and as much again at most: a client that is still sending would not see the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            async for chunk in _chunks(receive):
+                num_bytes -= len(chunk)
+                if num_bytes < 0:
+                    return
 
 
 async def _chunks(receive: Receive) -> AsyncGenerator[bytes]:
@@ -95,23 +118,31 @@ def parse_body(body: bytes, schema: type[Schema], refused: tuple[Refused, ...]) 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
     try:
-        parsed = from_json(body, allow_inf_nan=False)
+        parsed = from_json(body)
     except ValueError as error:
-        raise InvalidParameterError(f"the body is not valid JSON: {error}") from None
+        problem = str(error)
+        if "escape" in problem or "surrogate" in problem:
+            problem += "; the halves of a surrogate pair, \\ud800 to \\udfff, only make sense together"
+        raise InvalidParameterError(f"the body is not valid JSON: {problem}") from None
     if not isinstance(parsed, dict):
         raise InvalidParameterError(f"the body must be a JSON object, got {_shown(parsed)}")
-    if _MAY_OVERFLOW.search(body) and _has_infinity(parsed):
-        raise InvalidParameterError("the body has a number that is too large, such as 1e999")
+    if _MAY_BE_INFINITE.search(body):
+        for name, value in parsed.items():
+            if not _is_finite(value):
+                raise InvalidParameterError(
+                    f"{name[:_MAX_SHOWN]} has a number that is not finite: NaN, Infinity, or one as large as 1e999",
+                    param=name,
+                )
     return parsed
 
 
-def _has_infinity(value: Any) -> bool:
-    """Recursion is safe: the parser bounds the depth."""
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in it are. Recursion is safe: the parser bounds the depth."""
     if isinstance(value, float):
-        return math.isinf(value)
+        return math.isfinite(value)
     if isinstance(value, dict):
-        return any(map(_has_infinity, value.values()))
-    return isinstance(value, list) and any(map(_has_infinity, value))
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list) or all(map(_is_finite, value))
 
 
 def _translated(error: ErrorDetails) -> InvalidParameterError:
@@ -121,7 +152,7 @@ def _translated(error: ErrorDetails) -> InvalidParameterError:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if error["type"] == "missing":
         return InvalidParameterError(f"{path[:_MAX_SHOWN]} is required", param=param)
-    expected = error["msg"].removeprefix("Input ")
+    expected = _COMPLAINTS.get(error["type"], error["msg"].removeprefix("Input ")).format(**error.get("ctx", {}))
     return InvalidParameterError(f"{path[:_MAX_SHOWN]} {expected}, got {_shown(error['input'])}", param=param)
 
 

@@ -31,7 +31,11 @@ running server has the same as `/openapi.json`, and as `/docs` to try it in a br
 - A field that would change the answer and is not implemented is refused by name, with 400 `unsupported_parameter`.
 - A body is JSON of at most `--max-body-bytes` (default 32 MiB), sent as `Content-Type: application/json`.
 - With `--api-key`, `/v1/*`, `/tokenize` and `/detokenize` want `Authorization: Bearer <key>`; the rest stays open.
-- Every answer has an `X-Request-Id`: the client's, if it has 1 to 128 characters of `A-Za-z0-9._-`, else a new one.
+- Every answer to what is HTTP at all has an `X-Request-Id`: the client's, if it has 1 to 128 characters of
+  `A-Za-z0-9._-`, else a new one. The `id` of a completion, and the log line of its end, contain it.
+- A token that is not whole UTF-8 is spelled `\\xf0\\x9f` in chat logprobs and in `/tokenize`, and `bytes:\\xf0\\x9f` in
+  the logprobs of completions. Logprobs are of the model's own distribution, before penalties and temperature, and
+  have an entry for each counted token, the end token included.
 - `--allowed-origins` lets browsers in (CORS).
 """
 
@@ -42,7 +46,9 @@ With `"stream": true` the answer is `text/event-stream`: lines `data: {...}`, th
 have the same `id`, `created` and `model`. A chat choice begins with a chunk that has the role; every choice ends with
 one chunk that has nothing but its `finish_reason`. The joined text, logprobs and usage are those of the plain answer.
 
-An error before the first token is an ordinary HTTP error. A later one is `data: {"error": {...}}` before `[DONE]`.
+An error before the first token is an ordinary HTTP error, unless the first token takes longer than a second: then the
+headers go out before it, so that clients and proxies see a live stream. A later one is `data: {"error": {...}}`
+before `[DONE]`.
 A client that closes the connection, of a stream or of a plain request, ends the request within one step.
 """
 

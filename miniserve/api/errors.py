@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,16 @@ def request_id_of(request: Request) -> str:
     """The id that the answer carries as X-Request-Id."""
     request_id: str = request.state.request_id
     return request_id
+
+
+def call_id_of(request: Request, prefix: str) -> str:
+    """The id of a call's answer and of its log line, by which the request id can be found in both.
+
+    A client may send the same request id again, so one that it sent is completed.
+    """
+    request_id = request_id_of(request)
+    was_sent = request.headers.get("x-request-id") == request_id
+    return f"{prefix}-{request_id}-{uuid.uuid4().hex[:8]}" if was_sent else f"{prefix}-{request_id}"
 
 
 async def _answer_with_error(request: Request, error: Exception) -> Response:

@@ -56,6 +56,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        if method == "HEAD":  # as GET, without the body, which the server leaves out; probes ask like this
+            scope = {**scope, "method": "GET"}
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         status = CLIENT_CLOSED_REQUEST
@@ -71,7 +74,6 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            method = scope["method"] if scope["method"] in _METHODS else "other"
             self._requests.labels(self._model_name, method, _route(scope), str(status)).inc()
 
 

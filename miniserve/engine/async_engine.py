@@ -259,11 +259,7 @@ class AsyncEngine:
         health = self.health()
         if not health.healthy:
             raise EngineUnavailableError(health.detail or health.status)
-        num_waiting = len(self._streams) - self.parts.engine.scheduler.max_num_seqs
-        if num_waiting >= self._max_queued_requests:
-            raise QueueFullError(
-                f"{num_waiting} requests wait already, and at most {self._max_queued_requests} may: try again later"
-            )
+        self._check_room(1)
 
     def submit(self, prompts: Sequence[Sequence[Request]]) -> OutputStream:
         """Hand requests to the engine.
@@ -276,10 +272,11 @@ class AsyncEngine:
 
         Raises:
             EngineUnavailableError, QueueFullError: as `check_admission`.
-            InvalidParameterError: a request id is in use.
+            InvalidParameterError: a request id is in use, or these choices are more than ever fit at once.
         """
         self.check_admission()
         request_ids = _ids(prompts)
+        self._check_room(len(request_ids))
         if taken := self._streams.keys() & set(request_ids):
             raise InvalidParameterError(f"request id {min(taken)!r} is in use", param="request_id")
         assert len(set(request_ids)) == len(request_ids), "each choice has an id of its own"
@@ -321,11 +318,29 @@ class AsyncEngine:
         else:
             self._thread.join()  # it said so with its last line
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is still there: after `stop`, one that loads, or is deep in a step."""
+        return self._thread.is_alive()
+
     # On the event loop, called by the streams and by the thread
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """The streams stay known until the engine has confirmed the end: until then, the ids are in use."""
         self._inbox.put(_Abort(request_ids))
+
+    def _check_room(self, num_new: int) -> None:
+        room = self._max_queued_requests + self.parts.engine.scheduler.max_num_seqs
+        if num_new > room:
+            raise InvalidParameterError(
+                f"these are {num_new} choices, and this server takes {room} at once: send fewer prompts or a smaller n",
+                param="n",
+            )
+        if len(self._streams) + num_new > room:
+            raise QueueFullError(
+                f"{len(self._streams)} requests run or wait, and at most {self._max_queued_requests} may wait: "
+                "try again later"
+            )
 
     def _step_age(self) -> float:
         start = self._step_start

@@ -174,7 +174,7 @@ class InputProcessor:
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
         wanted = 1 if max_tokens is None else max(1, max_tokens)  # computing a prompt yields one token, wanted or not
         if num_prompt_tokens + wanted > self.max_model_len:
-            asked = f" and max_tokens asks for {max_tokens} more" if max_tokens else " and needs room for one more"
+            asked = f" and {max_tokens} more are asked for" if max_tokens else " and needs room for one more"
             room = self.max_model_len - num_prompt_tokens
             raise ContextLengthError(
                 f"the prompt has {num_prompt_tokens} tokens{asked}, {num_prompt_tokens + wanted} in all; the context "

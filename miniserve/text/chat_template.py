@@ -25,6 +25,7 @@ from miniserve.text.spelling import Piece, SpellingMarks
 from miniserve.text.tokenizer import require_encodable
 
 Message = Mapping[str, Any]
+_PART_TYPES = ("text", "refusal")  # a model's refusal is part of the history like any text
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -126,8 +127,12 @@ def _normalise(message: Message, where: str) -> dict[str, Any]:
     result["content"] = _content_text(message.get("content"), f"{where}.content")
     if "tool_calls" in result:
         tool_calls = result.pop("tool_calls")
+        if tool_calls is not None and not isinstance(tool_calls, list):
+            raise InvalidParameterError(f"{where}.tool_calls must be a list, got {_kind(tool_calls)}", param="messages")
         if tool_calls:
-            result["tool_calls"] = [_normalise_tool_call(call, f"{where}.tool_calls") for call in tool_calls]
+            result["tool_calls"] = [
+                _normalise_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(tool_calls)
+            ]
     return result
 
 
@@ -139,32 +144,35 @@ def _content_text(content: Any, where: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise InvalidParameterError(
-            f"{where} must be a string or a list of parts, got {_kind(content)}", param="messages"
+            f"{where} must be a string or a list of text parts, got {_kind(content)}", param="messages"
         )
     return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: Any, where: str) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-        raise InvalidParameterError(f"{where} must be a part of type 'text', got {kind!r}", param="messages")
-    text = part.get("text")
+    if not isinstance(part, Mapping):
+        raise InvalidParameterError(f"{where} must be an object with a type, got {_kind(part)}", param="messages")
+    kind = part.get("type")
+    if kind not in _PART_TYPES:
+        shown = repr(kind[:40]) if isinstance(kind, str) else _kind(kind)
+        raise InvalidParameterError(f"{where} must be a part of type 'text', got {shown}", param="messages")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidParameterError(f"{where}.text must be a string, got {_kind(text)}", param="messages")
+        raise InvalidParameterError(f"{where}.{kind} must be a string, got {_kind(text)}", param="messages")
     return text
 
 
 def _normalise_tool_call(call: Any, where: str) -> dict[str, Any]:
     """OpenAI sends arguments as JSON text; templates expect the object."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidParameterError(f"{where} must be a list of function calls, got {_kind(call)}", param="messages")
+        raise InvalidParameterError(f"{where} must be an object with a function", param="messages")
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            raise InvalidParameterError(f"{where}: arguments are not valid JSON: {error}", param="messages") from error
+            raise InvalidParameterError(f"{where}: arguments are not valid JSON", param="messages") from error
     if arguments is not None and not isinstance(arguments, Mapping):
         raise InvalidParameterError(
             f"{where}: arguments must be a JSON object, got {_kind(arguments)}", param="messages"
@@ -173,8 +181,16 @@ def _normalise_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """The type of a wrong value: the value itself may be huge, or too deep to print."""
-    return type(value).__name__
+    """JSON's name for the type of a wrong value: the value itself may be huge, or too deep to print."""
+    if isinstance(value, bool):
+        return "a boolean"
+    names: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (str, "a string"),
+        ((int, float), "a number"),
+        (Mapping, "an object"),
+        (Sequence, "a list"),
+    )
+    return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
 # The environment that templates are written for

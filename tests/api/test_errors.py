@@ -249,3 +249,52 @@ def test_a_template_that_refuses_is_a_400() -> None:
         part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}
         answer = api.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
         assert answer.brief() == INVALID and "image_url" in answer.error["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_names_its_field(api: Api, number: str) -> None:
+    for field in ("temperature", "metadata"):
+        answer = api.post(COMPLETIONS, parts=[f'{{"prompt": "a", "{field}": [{number}]}}'.encode()])
+        assert answer.brief() == INVALID and answer.error["param"] == field
+        assert "not finite" in answer.error["message"]
+
+
+def test_half_a_surrogate_pair_is_called_so(api: Api) -> None:
+    answer = api.post(COMPLETIONS, parts=[b'{"prompt": "\\ud83d"}'])
+    assert answer.brief() == INVALID and "surrogate pair" in answer.error["message"]
+
+
+def test_the_prompt_at_fault_is_named(api: Api) -> None:
+    answer = api.complete(["fine", "fine", "x" * 1000])
+    assert answer.error["param"] == "prompt" and answer.error["message"].startswith("prompt[2]: ")
+
+
+def test_the_limit_that_was_sent_is_named(api: Api) -> None:
+    """Bug: the message and `param` named max_tokens, which nobody had sent."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = api.chat(**{name: 99_999})
+        assert answer.error["code"] == "context_length_exceeded" and answer.error["param"] == name
+        assert "99999 more are asked for" in answer.error["message"]
+
+
+@pytest.mark.parametrize("tool_calls", [5, True, {}, {"a": 1}, "x", [1]])
+def test_tool_calls_of_a_wrong_shape(api: Api, tool_calls: Any) -> None:
+    """Bug: a number was a 500."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": tool_calls}]
+    for path in (CHAT, "/tokenize"):
+        answer = api.post(path, {"messages": messages})
+        assert answer.brief() == INVALID and answer.error["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages must have at least 1 entries, got a list"),
+        ({"messages": ["hi"]}, "messages[0] must be an object, got 'hi'"),
+        ({"messages": 5}, "messages must be a list, got 5"),
+        ({"messages": HELLO["messages"], "stream": "yes"}, "stream must be true or false, got 'yes'"),
+        ({"messages": HELLO["messages"], "seed": 1.5}, "seed must be an integer, got 1.5"),
+    ],
+)
+def test_complaints_are_in_the_words_of_json(api: Api, body: Any, words: str) -> None:
+    assert api.post(CHAT, body).error["message"] == words

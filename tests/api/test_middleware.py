@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.api.driver import COMPLETIONS, MODEL, Api
@@ -44,3 +46,24 @@ def test_requests_are_counted_by_route_and_status(api: Api) -> None:
     assert count("GET", "unmatched", 404) == 3
     assert count("DELETE", COMPLETIONS, 405) == 1
     assert count("other", "/health", 405) == 1
+
+
+def test_the_request_id_is_in_the_answers_id(api: Api) -> None:
+    """Bug: the id in the log could not be found by the request id that a client or a proxy knows."""
+    sent = [api.post(COMPLETIONS, {"prompt": "a"}, headers=[("x-request-id", "trace-1")]).json()["id"] for _ in "ab"]
+    assert len(set(sent)) == 2 and all(call_id.startswith("cmpl-trace-1-") for call_id in sent)
+    answer = api.chat()
+    assert answer.json()["id"] == f"chatcmpl-{answer.headers['x-request-id']}"
+
+
+def test_head_is_get_for_probes(api: Api) -> None:
+    for path in ("/health", "/v1/models"):
+        assert api.call("HEAD", path).status == 200
+    assert api.call("HEAD", "/nope").status == 404
+
+
+def test_the_page_of_the_api_needs_no_other_host(api: Api) -> None:
+    page = api.call("GET", "/docs")
+    assert page.status == 200 and b"https://" not in page.body and b"http://" not in page.body
+    [script] = re.findall(rb'src="([^"]+)"', page.body)
+    assert api.call("GET", script.decode()).status == 200

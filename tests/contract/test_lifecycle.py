@@ -83,10 +83,17 @@ def test_sigterm_during_a_stream(servers: dict[str, Server]) -> None:
 
 
 def test_sigterm_lets_what_runs_finish(servers: dict[str, Server]) -> None:
+    """Bug: a body that was sent in half held up the end, and then made a traceback and a false 500."""
     server = servers["patient"]
-    with server.http.stream(
-        "POST", COMPLETIONS, json={"prompt": "<<pause 20>><<say a whole answer>>", "max_tokens": 50, "stream": True}
-    ) as response:
+    half_sent = socket.create_connection((server.http.base_url.host, server.http.base_url.port or 80))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    half_sent.sendall(head)
+    with (
+        half_sent,
+        server.http.stream(
+            "POST", COMPLETIONS, json={"prompt": "<<pause 20>><<say a whole answer>>", "max_tokens": 50, "stream": True}
+        ) as response,
+    ):
         lines = response.iter_text()
         text = next(lines)
         server.process.process.send_signal(signal.SIGTERM)
@@ -96,6 +103,7 @@ def test_sigterm_lets_what_runs_finish(servers: dict[str, Server]) -> None:
     assert done == "[DONE]" and parts[-1]["finish_reason"] == "stop"
     assert "".join(part["text"] for part in parts) == "a whole answer"
     assert exit_code(server) == 0
+    assert no_traceback(server)
 
 
 def test_a_second_signal_ends_at_once(servers: dict[str, Server]) -> None:

@@ -313,6 +313,22 @@ async def test_the_queue_is_bounded() -> None:
 
 
 @on_loop
+async def test_the_choices_of_one_call_are_bounded_too() -> None:
+    """Bug: one call with n = 128 passed any bound."""
+    async with running(max_num_seqs=1, max_queued_requests=2) as (engine, runner):
+        runner.gate.clear()
+        first = engine.submit([[make_request("first", max_tokens=1)]])
+        with pytest.raises(QueueFullError):
+            engine.submit([make_choices("three", 3)])
+        with pytest.raises(InvalidParameterError, match="4 choices, and this server takes 3") as caught:
+            engine.submit([make_choices("four", 4)])
+        assert caught.value.param == "n"
+        runner.gate.set()
+        assert text_of(await read(first)) == "."
+        await settled(engine)
+
+
+@on_loop
 async def test_aborted_requests_leave_the_queue() -> None:
     """Bug: clients that gave up while they waited kept their places, and later ones were refused."""
     async with running(max_num_seqs=1, max_queued_requests=2) as (engine, runner):

@@ -138,11 +138,15 @@ def test_no_tool_calls(tool_calls: Any) -> None:
     [
         ({"content": "x"}, r"messages\[1\]\.role"),
         ({"role": "", "content": "x"}, r"messages\[1\]\.role"),
-        ({"role": "user", "content": 7}, r"messages\[1\]\.content must be a string or a list.*got int"),
+        ({"role": "user", "content": 7}, r"messages\[1\]\.content must be a string or a list.*got a number"),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"\.content\[0\].*got 'image_url'"),
-        ({"role": "user", "content": ["x"]}, r"messages\[1\]\.content\[0\].*got 'str'"),
+        ({"role": "user", "content": ["x"]}, r"messages\[1\]\.content\[0\].*got a string"),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]\.text must be a string"),
-        ({"role": "assistant", "tool_calls": ["x"]}, "function calls"),
+        ({"role": "user", "content": {}}, "got an object"),
+        ({"role": "user", "content": [{}]}, "got null"),
+        ({"role": "assistant", "tool_calls": 5}, r"messages\[1\]\.tool_calls must be a list, got a number"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, r"tool_calls must be a list, got an object"),
+        ({"role": "assistant", "tool_calls": ["x"]}, r"tool_calls\[0\] must be an object with a function"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "not valid JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
     ],
@@ -207,3 +211,9 @@ def test_own_variables_cannot_be_replaced() -> None:
     with pytest.raises(InvalidParameterError, match="must not set messages, tools") as caught:
         render(PLAIN, [USER], template_kwargs={"tools": [], "messages": []})
     assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_refusal_in_the_history_is_text() -> None:
+    part = {"type": "refusal", "refusal": "I will not."}
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    assert template.render([{"role": "assistant", "content": [part]}]) == "I will not."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 from miniserve.api.body import parse_body
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
+from miniserve.api.errors import call_id_of
 from miniserve.api.generation import Call, Choice, respond
 from miniserve.api.logprobs import ChatLogprobs
 from miniserve.api.openapi import errors, event_stream, json_body
@@ -21,6 +21,7 @@ from miniserve.api.request_log import log_request
 from miniserve.api.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from miniserve.api.schemas.fields import CHAT_REFUSED
 from miniserve.engine.build import EngineParts
+from miniserve.errors import ContextLengthError
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(require_key)])
 
@@ -58,11 +59,13 @@ class ChatSpelling:
 async def create_chat_completion(request: Request, server: ServerDep, engine: EngineDep) -> Response:
     """As OpenAI's endpoint of this name."""
     engine.check_admission()
-    asked, call = await server.process_body(request, partial(_prepare, server, engine.parts))
+    asked, call = await server.process_body(
+        request, partial(_prepare, server, engine.parts, call_id_of(request, "chatcmpl"))
+    )
     return await respond(request, engine, call, ChatSpelling(), asked)
 
 
-def _prepare(server: Server, parts: EngineParts, body: bytes) -> tuple[ChatCompletionRequest, Call]:
+def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> tuple[ChatCompletionRequest, Call]:
     """Everything that can be wrong with the request is found here, in a worker thread."""
     asked = parse_body(body, ChatCompletionRequest, CHAT_REFUSED)
     model = server.model_name(asked.model)
@@ -70,10 +73,15 @@ def _prepare(server: Server, parts: EngineParts, body: bytes) -> tuple[ChatCompl
     sampling = asked.sampling(parts.sampling_defaults, max_tokens=asked.output_limit, logprobs=asked.num_logprobs)
     messages = asked.message_dicts()
     processor = parts.input_processor
-    call_id = f"chatcmpl-{uuid.uuid4().hex}"
     if server.config.log_requests:
         log_request(call_id, json.dumps(messages, ensure_ascii=False), sampling, asked.n)
-    request = processor.process_chat(call_id, messages, sampling, add_special_tokens=asked.add_special_tokens or False)
+    add_special_tokens = asked.add_special_tokens or False
+    try:
+        request = processor.process_chat(call_id, messages, sampling, add_special_tokens=add_special_tokens)
+    except ContextLengthError as error:
+        if error.param == "max_tokens":
+            error.param = asked.output_limit_name
+        raise
     choices: list[Choice] = []
     for index, choice_request in enumerate(processor.choices(request, asked.n or 1)):
         logprobs = ChatLogprobs(processor.tokenizer) if asked.logprobs else None

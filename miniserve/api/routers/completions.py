@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.responses import Response
 
 from miniserve.api.body import parse_body
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
+from miniserve.api.errors import call_id_of
 from miniserve.api.generation import Call, Choice, Echo, respond
 from miniserve.api.logprobs import CompletionLogprobs
 from miniserve.api.openapi import errors, event_stream, json_body
@@ -24,6 +24,7 @@ from miniserve.api.schemas.fields import COMPLETIONS_REFUSED
 from miniserve.core.request import Request as EngineRequest
 from miniserve.engine.build import EngineParts
 from miniserve.engine.input_processor import InputProcessor
+from miniserve.errors import RequestError
 from miniserve.sampling_params import SamplingParams
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(require_key)])
@@ -62,11 +63,13 @@ class CompletionSpelling:
 async def create_completion(request: Request, server: ServerDep, engine: EngineDep) -> Response:
     """As OpenAI's endpoint of this name."""
     engine.check_admission()
-    asked, call = await server.process_body(request, partial(_prepare, server, engine.parts))
+    asked, call = await server.process_body(
+        request, partial(_prepare, server, engine.parts, call_id_of(request, "cmpl"))
+    )
     return await respond(request, engine, call, CompletionSpelling(), asked)
 
 
-def _prepare(server: Server, parts: EngineParts, body: bytes) -> tuple[CompletionRequest, Call]:
+def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> tuple[CompletionRequest, Call]:
     """Everything that can be wrong with the request is found here, in a worker thread."""
     asked = parse_body(body, CompletionRequest, COMPLETIONS_REFUSED)
     model = server.model_name(asked.model)
@@ -74,13 +77,17 @@ def _prepare(server: Server, parts: EngineParts, body: bytes) -> tuple[Completio
     asked.check_choices()
     sampling = _sampling(asked, parts)
     prompts = asked.prompts
-    call_id = f"cmpl-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     for number, prompt in enumerate(prompts):
         prompt_id = call_id if len(prompts) == 1 else f"{call_id}-p{number}"
         if server.config.log_requests:
             log_request(prompt_id, json.dumps(prompt, ensure_ascii=False), sampling, asked.n)
-        choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
+        try:
+            choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
+        except RequestError as error:
+            if len(prompts) > 1 and error.param == "prompt":
+                error.args = (f"prompt[{number}]: {error}",)
+            raise
     return asked, Call(call_id, int(time.time()), model, choices)
 
 

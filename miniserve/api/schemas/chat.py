@@ -65,6 +65,11 @@ class ChatCompletionRequest(SamplingFields):
         """For `SamplingParams.max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def output_limit_name(self) -> str:
+        """The field that `output_limit` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def message_dicts(self) -> list[dict[str, Any]]:
         """The messages as they were sent."""
         return [message.model_dump(exclude_unset=True) for message in self.messages]

@@ -29,7 +29,7 @@ MAX_N = 128
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts x n
 
-_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+_TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 # Fields that go to `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
     "temperature",
@@ -99,7 +99,7 @@ _LOGIT_BIAS_SCHEMA = {
         {
             "type": "object",
             "maxProperties": MAX_LOGIT_BIASES,
-            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,17})$"},
             "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
         },
         {"type": "null"},
