@@ -33,7 +33,7 @@ logger = logging.getLogger("miniserve")
 MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 # How long a thread may keep the interpreter from the others, in seconds. A write to a socket gives it away, so with
 # Python's 5 ms the event loop would lose that much per chunk to the engine's thread.
-_SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.0005
 _FLUSH_SECONDS = 5  # for slow readers to take the last chunks after the grace period
 
 
@@ -51,7 +51,7 @@ def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callabl
         StartupError: the address or the certificate cannot be used, or the engine cannot be built.
     """
     configure_logging(config)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with listening_socket(config) as listener:
         server = _Server(_uvicorn_config(app, config), engine, config, lambda: announce(_url(config, listener)))
         server.run(sockets=[listener])

@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,9 +27,11 @@ from miniserve.core.schedule import RunnerOutput, RunnerResult, SchedulerOutput
 from miniserve.core.scheduler import Scheduler
 from miniserve.engine.build import EngineParts
 from miniserve.engine.metrics import MetricsHook
+from miniserve.server import SWITCH_INTERVAL
 
 MODEL = "smollm2"  # its tokenizer and template; the weights are not loaded
 URL_LINE = "serving on "
+ARMS = {"the server's switch interval, 0.5 ms": SWITCH_INTERVAL, "Python's, 5 ms": 0.005}
 
 
 def main() -> None:
@@ -37,23 +40,33 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16, help="connections at once (default: 16)")
     parser.add_argument("--tokens", type=int, default=1000, help="chunks a stream (default: 1000)")
     parser.add_argument("--repeat", type=int, default=5, help="measurements; the median counts (default: 5)")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=float, metavar="SWITCH_INTERVAL", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        _serve()
+    if args.serve is not None:
+        _serve(args.serve)
         return
-    command = [sys.executable, "-m", "miniserve.benchmarks.http_overhead", "--serve"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().removeprefix(URL_LINE).strip()
-        asyncio.run(_measure(url, args.streams, 50))  # a warm-up
-        rates = [asyncio.run(_measure(url, args.streams, args.tokens)) for _ in range(args.repeat)]
-    finally:
-        server.terminate()
-        server.wait()
-    shown = ", ".join(f"{rate:.0f}" for rate in rates)
-    print(f"{args.streams} streams of {args.tokens} chunks: median {statistics.median(rates):.0f} chunks/s ({shown})")
+    rates: dict[str, list[float]] = {name: [] for name in ARMS}
+    for _ in range(args.repeat):
+        for name, switch_interval in ARMS.items():
+            with _server(switch_interval) as url:
+                asyncio.run(_measure(url, args.streams, 50))  # a warm-up
+                rates[name].append(asyncio.run(_measure(url, args.streams, args.tokens)))
+    print(f"{args.streams} streams of {args.tokens} chunks, median of {args.repeat} (minimum to maximum):")
+    for name, values in rates.items():
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        print(f"  {name}: {statistics.median(values):.0f} chunks/s ({spread})")
+
+
+@contextmanager
+def _server(switch_interval: float) -> Iterator[str]:
+    """A scripted server in a process of its own; its URL."""
+    command = [sys.executable, "-m", "miniserve.benchmarks.http_overhead", "--serve", str(switch_interval)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().removeprefix(URL_LINE).strip()
+        finally:
+            server.terminate()
 
 
 # The client
@@ -150,14 +163,18 @@ def _scripted_parts(hooks: Sequence[MetricsHook]) -> EngineParts:
     )
 
 
-def _serve() -> None:
+def _serve(switch_interval: float) -> None:
     from miniserve.api.app import create_app
     from miniserve.engine.async_engine import AsyncEngine
     from miniserve.server import serve
 
+    def announce(url: str) -> None:
+        sys.setswitchinterval(switch_interval)
+        print(f"{URL_LINE}{url}", flush=True)
+
     config = ServerConfig(port=0, access_log=False, log_level="warning")
     engine = AsyncEngine(_scripted_parts, model_name=MODEL)
-    serve(create_app(engine, config, (MODEL,)), engine, config, lambda url: print(f"{URL_LINE}{url}", flush=True))
+    serve(create_app(engine, config, (MODEL,)), engine, config, announce)
 
 
 if __name__ == "__main__":
