@@ -1,0 +1,270 @@
+"""The chat, key by key, against a server that is told what to say."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from textual.containers import VerticalScroll
+from textual.events import Key
+
+from tests.tui.chat_server import DEADLINE, ChatServer, answer, delta, ending, event
+from tests.tui.screen import Screen, play
+
+
+def test_an_answer_is_shown_with_its_numbers() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("What is the capital?")
+        await screen.until_shown("40 tokens, 32 cached (80%)")
+        text = screen.everything()
+        assert "What is the capital?" in text and "It is Paris." in text
+        assert "7 tokens" in text and "first token after" in text and "about" not in text
+        assert "tiny" in text, "the model's name is in the title"
+        assert screen.prompt.text == ""
+
+    with ChatServer(answer("It is", " Paris.")) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_the_request_is_what_the_flags_say() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("cached")
+
+    with ChatServer(answer("Yes")) as server:
+        flags: dict[str, Any] = {
+            "model": "org/m",
+            "max_tokens": 9,
+            "temperature": 0.0,
+            "system": "Be brief.",
+            "api_key": "k",
+        }
+        play(scenario, base_url=server.base_url, **flags)
+        request = server.requests[0]
+    assert request.pop("headers")["Authorization"] == "Bearer k"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    assert request == {"model": "org/m", "max_tokens": 9, "temperature": 0.0, "messages": messages, **options}
+
+
+def test_what_no_flag_says_is_left_to_the_server() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("cached")
+
+    with ChatServer(answer("Yes")) as server:
+        play(scenario, base_url=server.base_url)
+        request = server.requests[0]
+    assert request["model"] == "tiny"
+    assert "max_tokens" not in request and "temperature" not in request and len(request["messages"]) == 1
+
+
+def test_the_second_turn_sends_the_first_and_a_new_conversation_does_not() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("one")
+        await screen.until_shown("first")
+        await screen.ask("two")
+        await screen.until_shown("second")
+        await screen.until_idle()
+        await screen.pilot.press("ctrl+r")
+        assert not screen.answers and "one" not in screen.everything()
+        await screen.ask("three")
+        await screen.until_shown("third")
+
+    with ChatServer(answer("first"), answer("second"), answer("third")) as server:
+        play(scenario, base_url=server.base_url)
+        sent = [[message["content"] for message in request["messages"]] for request in server.requests]
+    assert sent == [["one"], ["one", "first", "two"], ["three"]]
+
+
+def test_letters_before_enter_are_part_of_the_question() -> None:
+    """With fast typing, enter overtook the letters before it: the app acted on it, they still went to the prompt."""
+
+    async def scenario(screen: Screen) -> None:
+        await screen.until_idle()
+        for letter in "quickly":
+            screen.app.post_message(Key(letter, letter))
+        screen.app.post_message(Key("enter", "\r"))
+        await screen.until_shown("cached")
+        assert screen.prompt.text == ""
+
+    with ChatServer(answer("Yes")) as server:
+        play(scenario, base_url=server.base_url)
+        assert server.requests[0]["messages"][0]["content"] == "quickly"
+
+
+def test_markdown_is_rendered_while_it_streams() -> None:
+    more = threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Show code")
+        await screen.until(lambda: screen.app.query("MarkdownH2"), "a heading before the answer ended")
+        more.set()
+        await screen.until(lambda: screen.app.query("MarkdownFence"), "a code block")
+        await screen.until_shown("cached")
+        assert "##" not in screen.everything()
+
+    with ChatServer([delta("## Ti"), delta("tle\n\n"), more, delta("```py\nx = 1\n```\n"), *ending()]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_line_separators_and_split_characters_in_the_stream() -> None:
+    """A client that split lines as str.splitlines() does would cut the JSON at U+2028 and U+0085."""
+    wire = b"".join(answer("a\u2028b\x85c", " größer 😀"))
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("cached")
+        assert screen.answers[0].meter.text == "a\u2028b\x85c größer 😀"
+
+    with ChatServer([wire[i : i + 1] for i in range(len(wire))]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_what_looks_like_markup_is_shown_as_it_is() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("[bold]x[/nope] [link=a]")
+        await screen.until_shown("cached")
+        assert "[bold]x[/nope] [link=a]" in screen.everything()
+
+    with ChatServer(answer("[red]y[/")) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_escape_closes_the_stream_and_keeps_what_came() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Count")
+        await screen.until_shown("1, 2")
+        await screen.pilot.press("escape")
+        await screen.until_shown("stopped")
+        await screen.until(lambda: not server.gone.empty(), "the server sees the connection close")
+        assert "about 1 tokens" in screen.everything()
+        await screen.ask("Go on")
+        await screen.until_shown("3, 4")
+
+    with ChatServer([delta("1, 2"), threading.Event()], answer("3, 4")) as server:
+        play(scenario, base_url=server.base_url)
+        assert [m["content"] for m in server.requests[1]["messages"]] == ["Count", "1, 2", "Go on"]
+
+
+def test_escape_before_the_first_token_gives_the_question_back() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Think")
+        await screen.until(lambda: server.requests, "the request arrives")
+        await screen.pilot.press("escape")
+        await screen.until_shown("stopped")
+        await screen.until(lambda: screen.prompt.text == "Think", "the question is back")
+        await screen.ask("Think")
+        await screen.until_shown("Done")
+
+    with ChatServer([b": wait\n\n", threading.Event()], answer("Done")) as server:
+        play(scenario, base_url=server.base_url)
+        assert len(server.requests[1]["messages"]) == 1
+
+
+def test_quitting_during_an_answer_ends_the_request() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Count")
+        await screen.until_shown("1, 2")
+        await screen.pilot.press("ctrl+c")
+
+    with ChatServer([delta("1, 2"), threading.Event()]) as server:
+        app = play(scenario, base_url=server.base_url)
+        assert server.gone.get(timeout=DEADLINE)
+    assert app.return_code == 0
+
+
+def test_quitting_before_the_first_token() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Think")
+        await screen.until(lambda: server.requests, "the request arrives")
+        await screen.pilot.press("ctrl+c")
+
+    with ChatServer([b": wait\n\n", threading.Event()]) as server:
+        assert play(scenario, base_url=server.base_url).return_code == 0
+        assert server.gone.get(timeout=DEADLINE)
+
+
+def test_a_new_conversation_during_an_answer_ends_the_request_and_keeps_nothing() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Count")
+        await screen.until_shown("1, 2")
+        await screen.pilot.press("ctrl+r")
+        await screen.until(lambda: not server.gone.empty(), "the server sees the connection close")
+        await screen.ask("Hello")
+        await screen.until_shown("Hi")
+
+    with ChatServer([delta("1, 2"), threading.Event()], answer("Hi")) as server:
+        play(scenario, base_url=server.base_url)
+        assert [m["content"] for m in server.requests[1]["messages"]] == ["Hello"]
+
+
+def test_enter_during_an_answer_sends_nothing_and_keeps_the_text() -> None:
+    go_on = threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("one")
+        await screen.until_shown("slow")
+        screen.prompt.text = "two"
+        await screen.pilot.press("enter")
+        assert screen.prompt.text == "two" and len(server.requests) == 1
+        go_on.set()
+        await screen.until_shown("cached")
+
+    with ChatServer([delta("slow"), go_on, *ending()]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_an_answer_cut_by_its_length_says_so() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("cut at the length limit")
+
+    with ChatServer([delta("and so on and"), *ending(finish_reason="length")]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_a_usage_without_details_is_no_cache_hit() -> None:
+    usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": None}
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("prompt 5 tokens, 0 cached (0%)")
+
+    with ChatServer([delta("Yes"), event(choices=[], usage=usage), b"data: [DONE]\n\n"]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_a_long_answer_is_followed_until_the_user_scrolls_back() -> None:
+    more, end = threading.Event(), threading.Event()
+    paragraphs = "".join(f"paragraph {i}\n\n" for i in range(40))
+
+    async def scenario(screen: Screen) -> None:
+        chat = screen.app.query_one(VerticalScroll)
+        await screen.ask("Much")
+        await screen.until(lambda: chat.max_scroll_y > 24 and chat.scroll_y == chat.max_scroll_y, "it follows")
+        await screen.pilot.press("pageup", "pageup")
+        await screen.until(lambda: chat.scroll_y < chat.max_scroll_y - 24, "it scrolls back")
+        where = chat.scroll_y
+        height = chat.max_scroll_y
+        more.set()
+        await screen.until(lambda: chat.max_scroll_y > height, "it grows")
+        assert chat.scroll_y == where
+        end.set()
+        await screen.until_idle()
+
+    with ChatServer([delta(paragraphs), more, delta(paragraphs), end, *ending()]) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_a_smaller_screen_wraps_what_is_shown() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("cached")
+        height = screen.answers[0].size.height
+        await screen.pilot.resize_terminal(30, 12)
+        await screen.until(lambda: screen.answers[0].size.height > height, "the text wraps")
+        assert screen.prompt.region.bottom <= 12 and screen.prompt.size.width <= 30
+
+    with ChatServer(answer("many words " * 20)) as server:
+        play(scenario, base_url=server.base_url)
