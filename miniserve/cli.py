@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miniserve.config import EngineConfig, FlagInfo, ServerConfig, flag_info, flag_name
-from miniserve.errors import ConfigError, InvalidParameterError, RequestError, StartupError
+from miniserve.errors import ConfigError, InternalError, InvalidParameterError, RequestError, StartupError
 from miniserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -86,9 +86,10 @@ def _parser() -> Parser:
     _add_config_flags(serve, "engine", EngineConfig)
     serve.set_defaults(command=_serve)
 
-    bench = commands.add_parser("bench", help="measure throughput and latency (not yet)")
+    bench = commands.add_parser("bench", help="measure throughput and latency, with and without prefix caching")
+    _add_bench_flags(bench)
     _add_config_flags(bench, "engine", EngineConfig)
-    bench.set_defaults(command=_not_yet, name="bench")
+    bench.set_defaults(command=_bench)
 
     attn_demo = commands.add_parser("attn-demo", help="watch the attention backends agree on a toy cache")
     attn_demo.set_defaults(command=_attn_demo)
@@ -162,6 +163,24 @@ def _add_generate_flags(parser: Parser) -> None:
     group.add_argument("--min-p", type=_parse_with(float), metavar="P")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _add_bench_flags(parser: Parser) -> None:
+    parser.description = (
+        "Run the same prompts through miniserve with and without prefix caching (with --prefix-caching or "
+        "--no-prefix-caching only so), each time in a process of its own, and print one table."
+    )
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--num-prompts", type=_parse_with(int), default=16, metavar="N", help="(default: 16)")
+    group.add_argument(
+        "--max-tokens", type=_parse_with(int), default=64, metavar="N", help="generated for each prompt (default: 64)"
+    )
+    group.add_argument("--hf-baseline", action="store_true", help="also measure transformers' static batching")
+    group.add_argument(
+        "--repeat", type=_parse_with(int), default=1, metavar="N", help="runs of each arm; medians count (default: 1)"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -383,12 +402,30 @@ def _announce(parts: EngineParts, name: str, url: str) -> None:
         print(f"[miniserve] {line}", file=sys.stderr, flush=True)
 
 
+# bench
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from miniserve.benchmarks.bench import BenchOptions, bench
+
+    config = engine_config(args)
+    options = BenchOptions(
+        num_prompts=args.num_prompts,
+        max_tokens=args.max_tokens,
+        repeat=args.repeat,
+        prefix_caching=getattr(args, "prefix_caching", None),
+        hf_baseline=args.hf_baseline,
+        json=args.json,
+        plot=args.plot,
+    )
+    try:
+        bench(config, options, _progress_bar)
+    except InternalError as error:
+        return _fail(str(error), 1)
+    return 0
+
+
 # The other commands
-
-
-def _not_yet(args: argparse.Namespace) -> int:
-    engine_config(args)
-    return _fail(f"{args.name} is not part of this version yet; generate and serve are", 2)
 
 
 def _attn_demo(_args: argparse.Namespace) -> int:
