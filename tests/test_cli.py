@@ -190,10 +190,6 @@ def test_bad_command(run: Run, argv: tuple[str, ...], name: str) -> None:
     check_refusal(run(*argv), name)
 
 
-def test_what_is_still_to_come_says_so(run: Run) -> None:
-    check_refusal(run("bench"), "bench", "not")
-
-
 def test_a_device_that_is_not_there(run: Run, folder: str) -> None:
     from miniserve import platform
 
