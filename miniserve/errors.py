@@ -126,3 +126,11 @@ class EngineUnavailableError(MiniserveError):
 
 class InternalError(MiniserveError):
     """Our fault: the engine could not finish a request."""
+
+
+def shown(value: object) -> str:
+    """A wrong value in an error message: an integer may have thousands of digits, a string a megabyte."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from miniserve.errors import InvalidParameterError
+from miniserve.errors import InvalidParameterError, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 512
@@ -138,7 +138,7 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_low: 
     # NaN is in no interval.
     if not valid or not low <= value <= high or (open_low and value == low):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-        raise InvalidParameterError(f"{name} must be a number in {interval}, got {_shown(value)}", param=name)
+        raise InvalidParameterError(f"{name} must be a number in {interval}, got {shown(value)}", param=name)
 
 
 def _check_int(
@@ -155,12 +155,4 @@ def _check_int(
     valid = isinstance(value, int) and not isinstance(value, bool)
     if not valid or value < low or (high is not None and value > high):  # type: ignore[operator]
         interval = f"of at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidParameterError(f"{what or name} must be an integer {interval}, got {_shown(value)}", param=name)
-
-
-def _shown(value: object) -> str:
-    """A wrong value in an error message: an integer may have thousands of digits, a string a megabyte."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-    return text if len(text) <= 100 else text[:100] + "..."
+        raise InvalidParameterError(f"{what or name} must be an integer {interval}, got {shown(value)}", param=name)

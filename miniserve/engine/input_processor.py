@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from miniserve.core.request import Request
-from miniserve.errors import ContextLengthError, InvalidParameterError
+from miniserve.errors import ContextLengthError, InvalidParameterError, shown
 from miniserve.sampling_params import SamplingParams
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.spelling import Piece
@@ -194,7 +194,7 @@ class InputProcessor:
             valid = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not valid or not 0 <= token_id < self.num_token_ids:
                 raise InvalidParameterError(
-                    f"{param} has the token id {_shown(token_id)}; the vocabulary goes from 0 to "
+                    f"{param} has the token id {shown(token_id)}; the vocabulary goes from 0 to "
                     f"{self.num_token_ids - 1}",
                     param=param,
                 )
@@ -203,11 +203,3 @@ class InputProcessor:
 def _as_int64(number: int) -> int:
     """Seeds wrap around like 64-bit integers."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _shown(value: object) -> str:
-    """A wrong token id in an error message: what a user sends may be of any size."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-    return text if len(text) <= 100 else text[:100] + "..."
