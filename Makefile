@@ -1,6 +1,6 @@
 # One command is the check: what `make check` says is what CI says.
 
-.PHONY: check format lint types imports test fix
+.PHONY: check format lint types imports test fix sample-run
 
 check: format lint types imports test
 
@@ -22,3 +22,6 @@ test:
 fix:
 	uv run ruff format .
 	uv run ruff check --fix .
+
+sample-run:
+	uv run python scripts/sample_run.py
