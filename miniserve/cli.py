@@ -12,21 +12,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miniserve.config import EngineConfig, FlagInfo, ServerConfig, flag_info, flag_name
 from miniserve.errors import ConfigError, InternalError, InvalidParameterError, RequestError, StartupError
-from miniserve.sampling_params import SamplingParams
+from miniserve.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from miniserve.core.request import Request
     from miniserve.engine.build import EngineParts
     from miniserve.engine.llm import LLM
     from miniserve.engine.metrics import MetricsHook
-    from miniserve.outputs import EngineOutput
+    from miniserve.engine.options import ChatOptions
 
 INTERRUPTED = 130
 
@@ -155,6 +155,10 @@ def _add_generate_flags(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message; implies --chat")
     parser.add_argument("--no-stream", action="store_true", help="print each answer when it is complete")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, nothing else")
+    parser.add_argument("--tools", type=Path, metavar="FILE", help="functions it may call, as JSON; implies --chat")
+    answer = parser.add_mutually_exclusive_group()
+    answer.add_argument("--json-schema", type=Path, metavar="FILE", help="answer with JSON that is valid against it")
+    answer.add_argument("--regex", metavar="PATTERN", help="answer with text that matches it")
     group = parser.add_argument_group("sampling (default: as the model recommends, else temperature 1)")
     group.add_argument("--max-tokens", type=_parse_with(int), metavar="N", help="default: the rest of the context")
     group.add_argument("--temperature", type=_parse_with(float), metavar="T", help="0 is greedy")
@@ -211,14 +215,16 @@ def _given(args: argparse.Namespace, config: type[EngineConfig] | type[ServerCon
 
 def _generate(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    sampling = _sampling_flags(args)
+    sampling, chat = _sampling_flags(args), _chat_flags(args)
     prompts = [_checked_text(_read_stdin() if prompt == "-" else prompt) for prompt in args.prompts]
     llm = _load(config)
-    requests = _requests(args, llm, prompts, llm.default_sampling_params(**sampling))
+    requests = _requests(args, llm, prompts, llm.default_sampling_params(**sampling), chat)
+    from miniserve.printing import print_json, print_statistics, print_texts
+
     if args.json:
-        return _print_json(llm, requests)
-    outputs = _print_texts(llm, requests, stream=not args.no_stream)
-    _print_statistics(outputs)
+        print_json(llm, requests, chat)
+    else:
+        print_statistics(print_texts(llm, requests, chat, stream=not args.no_stream))
     return 0
 
 
@@ -235,6 +241,7 @@ def _sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
         "min_p": args.min_p,
         "seed": getattr(args, "seed", None),
         "stop": tuple(args.stop) if args.stop else None,
+        "structured_outputs": _answer_format(args),
     }
     sampling = {name: value for name, value in given.items() if value is not None}
     sampling |= {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
@@ -245,6 +252,59 @@ def _sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     except InvalidParameterError as error:
         raise ConfigError(f"{flag_name(error.param or '')}: {error}") from None
     return sampling
+
+
+def _answer_format(args: argparse.Namespace) -> StructuredOutput | None:
+    """What the answer has to look like. Whether it can be compiled is found out with the model's tokenizer.
+
+    Raises:
+        ConfigError: as `_sampling_flags`.
+    """
+    if args.regex is not None:
+        with _as_flag("--regex"):
+            return StructuredOutput("regex", args.regex)
+    if args.json_schema is None:
+        return None
+    schema = _read_json("--json-schema", args.json_schema)
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--json-schema {args.json_schema} has no JSON object in it")
+    with _as_flag("--json-schema"):
+        return StructuredOutput.json(schema)
+
+
+def _chat_flags(args: argparse.Namespace) -> ChatOptions | None:
+    """How prompts become conversations; None where they stay what they are.
+
+    Raises:
+        ConfigError: as `_sampling_flags`.
+    """
+    if not args.chat and args.system is None and args.tools is None:
+        return None
+    from miniserve.engine.openai_fields import parse_tools
+    from miniserve.engine.options import ChatOptions
+
+    if args.tools is None:
+        return ChatOptions()
+    with _as_flag("--tools"):
+        return ChatOptions(tools=parse_tools(_read_json("--tools", args.tools)))
+
+
+@contextmanager
+def _as_flag(flag: str) -> Iterator[None]:
+    """A value that is refused is the flag's fault."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _read_json(flag: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag} {path} is not valid JSON: {error}") from None
 
 
 def _checked_text(prompt: str) -> str:
@@ -290,83 +350,14 @@ def _progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _requests(args: argparse.Namespace, llm: LLM, prompts: list[str], sampling: SamplingParams) -> list[Request]:
+def _requests(
+    args: argparse.Namespace, llm: LLM, prompts: list[str], sampling: SamplingParams, chat: ChatOptions | None
+) -> list[Request]:
     """Checked requests, plain or chat."""
-    if not args.chat and args.system is None:
+    if chat is None:
         return llm.prompt_requests(prompts, sampling)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return llm.chat_requests([[*system, {"role": "user", "content": prompt}] for prompt in prompts], sampling)
-
-
-def _print_texts(llm: LLM, requests: list[Request], *, stream: bool) -> list[EngineOutput]:
-    """Print the answers in the order of the prompts; returns the last output of each request.
-
-    All run as one batch. The first unfinished answer streams; the others are held until it is their turn.
-    """
-    writer = _OrderedWriter([request.request_id for request in requests], stream=stream)
-    last = []
-    for output in llm.stream(requests):
-        writer.add(output)
-        if output.finish_reason is not None:
-            last.append(output)
-    return last
-
-
-class _OrderedWriter:
-    """Writes interleaved answers one after the other to stdout."""
-
-    def __init__(self, request_ids: list[str], *, stream: bool) -> None:
-        self._waiting = list(request_ids)
-        self._texts = dict.fromkeys(request_ids, "")
-        self._finished: set[str] = set()
-        self._stream = stream
-        self._numbered = len(request_ids) > 1
-        self._started = 0
-
-    def add(self, output: EngineOutput) -> None:
-        self._texts[output.request_id] += output.text
-        if output.finish_reason is not None:
-            self._finished.add(output.request_id)
-        while self._waiting:
-            current = self._waiting[0]
-            done = current in self._finished
-            if done or self._stream:
-                self._write(current)
-            if not done:
-                break
-            print(flush=True)
-            self._waiting.pop(0)
-
-    def _write(self, request_id: str) -> None:
-        number = len(self._texts) - len(self._waiting) + 1
-        if self._numbered and self._started < number:
-            self._started = number
-            print(f"--- {number}")
-        print(self._texts[request_id], end="", flush=True)
-        self._texts[request_id] = ""
-
-
-def _print_statistics(outputs: list[EngineOutput]) -> None:
-    """Time to first token, speed and cache use of the batch, to stderr."""
-    timings = [output.timing for output in outputs if output.timing is not None]
-    firsts = [timing.first_token for timing in timings if timing.first_token is not None]
-    if not firsts:
-        return
-    generated = sum(output.usage.completion_tokens for output in outputs)
-    prompt = sum(output.usage.prompt_tokens for output in outputs)
-    cached = sum(output.usage.cached_tokens for output in outputs)
-    total = max(timing.total for timing in timings)
-    print(
-        f"[miniserve] {prompt} prompt tokens ({cached} cached), {generated} generated in {total:.2f} s: "
-        f"{generated / total:.1f} tokens/s, first token after {min(firsts):.3f} s",
-        file=sys.stderr,
-    )
-
-
-def _print_json(llm: LLM, requests: list[Request]) -> int:
-    for output in llm.run(requests):
-        print(json.dumps(asdict(output), ensure_ascii=False))
-    return 0
+    return llm.chat_requests([[*system, {"role": "user", "content": prompt}] for prompt in prompts], sampling, chat)
 
 
 # serve

@@ -22,6 +22,7 @@ DEVICES = ("auto", "mps", "cuda", "cpu")
 ATTENTION_BACKENDS = ("auto", "sdpa", "torch", "flash_attn")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("model", "none")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -95,6 +96,11 @@ class EngineConfig:
     max_num_batched_tokens: int = _flag(
         1024, "token budget of a step; longer prompts are computed in chunks", parse=parse_token_count
     )
+    scheduling_policy: str = _flag(
+        "fcfs",
+        "order of requests: fcfs is first come first served, priority goes by their priority first (lower is sooner)",
+        choices=SCHEDULING_POLICIES,
+    )
     gpu_memory_utilization: float = _flag(
         0.60, "share of the device's memory (on a cpu: of the available RAM) for the KV cache", parse=float
     )
@@ -111,7 +117,7 @@ class EngineConfig:
     threads: int | None = _flag(None, "CPU threads for computing; default: physical cores", parse=int)
 
     def __post_init__(self) -> None:
-        for name in ("generation_config", "load_format", "device", "dtype", "attention_backend"):
+        for name in ("generation_config", "load_format", "device", "dtype", "attention_backend", "scheduling_policy"):
             _check_choice(self, name)
         _check_at_least(self, "max_model_len", 2)
         _check_at_least(self, "max_num_seqs", 1)

@@ -5,8 +5,10 @@ Knows nothing of the vocabulary: token ids are checked against it by the input p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from miniserve.errors import InvalidParameterError, shown
 
@@ -19,8 +21,41 @@ MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR_LENGTH = 2**17  # characters
 # Up to this temperature the scaled logits overflow before the choice can differ from the argmax.
 GREEDY_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What an answer has to look like. Whether it can be compiled, the compiler finds out.
+
+    Attributes:
+        kind: of `source`: a JSON schema, a regular expression, a JSON list of strings of which one is the answer, or a
+            grammar in llguidance's Lark.
+        source: its text.
+
+    Raises:
+        InvalidParameterError: `source` is empty or too long.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise InvalidParameterError(f"structured_outputs.{self.kind} is empty", param="structured_outputs")
+        _check_length(f"structured_outputs.{self.kind}", len(self.source), MAX_GRAMMAR_LENGTH, "characters")
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | bool) -> StructuredOutput:
+        """An answer that is valid against a JSON schema."""
+        return cls("json", json.dumps(schema, ensure_ascii=False))
+
+    @classmethod
+    def choice(cls, answers: Sequence[str]) -> StructuredOutput:
+        """An answer that is one of these strings."""
+        return cls("choice", json.dumps(list(answers), ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +82,8 @@ class SamplingParams:
         seed: makes the answer reproducible, whatever runs beside it; None draws one per request.
         logprobs: report each output token's logprob, and those of this many most probable ones, in [0, 20].
         prompt_logprobs: the same of the prompt's tokens; the prefix cache is not read then.
+        structured_outputs: what the answer has to look like; None for a free answer. Once it is complete, the output
+            ends.
 
     Raises:
         InvalidParameterError: a value is out of range; `param` names the field.
@@ -70,6 +107,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 2.0)

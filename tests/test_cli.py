@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ import pytest
 
 from miniserve import cli
 from miniserve.config import EngineConfig, ServerConfig, flag_name
+from miniserve.engine.llm import LLM
+from miniserve.text.chat_template import ChatTemplate
+from tests.chat_templates import THINKING_WITH_TOOLS
+from tests.engine.scripted import EOS, TOKENIZER, make_input_processor, make_parts, tokens
 from tests.support import tiny_model
 
 CONTEXT = 100_000  # of the tiny model: long enough to be interrupted
@@ -90,6 +95,7 @@ BAD_ENGINE_FLAGS = {
     "max_model_len": ["1", "0", "-1", "many", "8m", "1.5k"],
     "max_num_seqs": ["0", "-3", "two", "1.5", ""],
     "max_num_batched_tokens": ["0", "1kk"],
+    "scheduling_policy": ["random"],
     "gpu_memory_utilization": ["0", "1.5", "-0.5", "nan", "half"],
     "num_kv_blocks": ["1", "x"],
     "block_size": ["0", "16.0"],
@@ -310,7 +316,8 @@ def json_lines(result: Result) -> list[dict[str, Any]]:
 def test_json(generate: Run) -> None:
     result = generate("-p", "hello", "-p", "you", "--json")
     first, second = json_lines(result)
-    assert first["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "cached_tokens": 0}
+    assert first["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "cached_tokens": 0, "reasoning_tokens": 0}
+    assert first["reasoning"] == "" and first["tool_calls"] == []
     assert len(first["prompt_token_ids"]) == 5 and len(second["prompt_token_ids"]) == 3
     assert len(first["token_ids"]) == len(second["token_ids"]) == 8
     assert first["finish_reason"] == "length" and first["stop_reason"] is None
@@ -358,6 +365,64 @@ def test_stop(generate: Run) -> None:
     [stopped] = json_lines(generate("-p", "hello", "--json", "--stop", "never", "--stop", stop))
     assert stopped["text"] == output["text"].partition(stop)[0]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+
+
+def test_json_schema_and_regex(generate: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    assert generate("-p", "hello", "--json-schema", str(schema)).out in ('"yes"\n', '"no"\n')
+    assert re.fullmatch("[xy]{3}\n", generate("-p", "hello", "--regex", "[xy]{3}").out)
+
+
+def test_tools(run: Run, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasoning goes to stderr, and calls are printed each on a line; with --json, all of it is in the object."""
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "f"}}]')
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    lines = {
+        "offline-0": f"<think>why</think>So: {call}",
+        "offline-1": f"{call}{call}",
+        "offline-2": "<think>why</think>no",
+    }
+    template = ChatTemplate(THINKING_WITH_TOOLS, TOKENIZER.special_tokens)
+
+    def load(_config: EngineConfig) -> LLM:
+        parts = make_parts(
+            {name: [*tokens(line), EOS] for name, line in lines.items()}, max_model_len=1024, num_blocks=513
+        )
+        processor = make_input_processor(max_model_len=1024, chat_template=template)
+        return LLM.from_parts(replace(parts, input_processor=processor))
+
+    monkeypatch.setattr(cli, "_load", load)
+    argv = ("generate", "--model", folder, "--tools", str(tools), "-p", "a", "-p", "b", "-p", "c")
+    result = run(*argv)
+    assert result.out == '--- 1\nSo:\nf({"a": 1})\n--- 2\nf({"a": 1})\nf({"a": 1})\n--- 3\nno\n'
+    assert result.err.startswith("why\nwhy\n[miniserve] ")
+    first, *_ = json_lines(run(*argv, "--json"))
+    assert (first["reasoning"], first["text"]) == ("why", "So:")
+    assert first["tool_calls"] == [{"name": "f", "arguments": '{"a": 1}'}]
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize("flag", ["--json-schema", "--tools"])
+@pytest.mark.parametrize("content", [None, "{", "5", "", '[{"type": "function"}]'])
+def test_files_that_cannot_be_used(run: Run, tmp_path: Path, flag: str, content: str | None) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    check_refusal(run("generate", "-p", "hi", flag, str(path)), flag)
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_one_form_of_the_answer(run: Run) -> None:
+    check_refusal(run("generate", "-p", "hi", "--regex", "a", "--json-schema", "x"), "--json-schema")
+    check_refusal(run("generate", "-p", "hi", "--regex", ""), "--regex")
+
+
+def test_a_pattern_that_cannot_be_compiled(generate: Run) -> None:
+    result = generate("-p", "hi", "--regex", "(a")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.splitlines()[-1].startswith("miniserve: error: ")
 
 
 def test_seed(generate: Run) -> None:

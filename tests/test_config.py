@@ -72,6 +72,7 @@ def test_model_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpu_memory_utilization", float("nan")),
         ("seed", -1),
         ("seed", 2**63),
+        ("scheduling_policy", "lottery"),
     ],
 )
 def test_out_of_range(field: str, value: Any) -> None:
@@ -93,6 +94,7 @@ def test_out_of_range(field: str, value: Any) -> None:
         ("seed", 2**63 - 1),
         ("dtype", "fp16"),
         ("threads", None),
+        ("scheduling_policy", "priority"),
     ],
 )
 def test_just_in_range(field: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, TypeVar
 
 import pydantic
@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from miniserve.api.schemas.fields import Refused, check_refused
-from miniserve.errors import InvalidParameterError, RequestTooLargeError
+from miniserve.errors import InvalidParameterError, RequestError, RequestTooLargeError
 
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 # A number that is not finite is spelled so, or has an exponent or hundreds of digits: only then is the object searched.
@@ -114,6 +114,19 @@ def parse_body(body: bytes, schema: type[Schema], refused: tuple[Refused, ...]) 
         return schema.model_validate(fields)
     except pydantic.ValidationError as error:
         raise _translated(error.errors(include_url=False)[0]) from None
+
+
+@contextlib.contextmanager
+def naming_sent_fields(sent_name: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Let faults name a field as it was sent: the engine knows some by one name only."""
+    try:
+        yield
+    except RequestError as error:
+        known, sent = error.param, sent_name(error.param)
+        if known is not None and sent is not None and sent != known:
+            error.param = sent
+            error.args = (str(error).replace(known, sent),)
+        raise
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

@@ -39,12 +39,34 @@ running server has the same as `/openapi.json`, and as `/docs` to try it in a br
 - `--allowed-origins` lets browsers in (CORS).
 """
 
+_ANSWERS = """\
+## Reasoning, tool calls, structured answers
+
+How a model reasons and calls is found in its chat template, and said at start; there is nothing to switch on.
+
+- **Reasoning**, the text between the model's tags, is `message.reasoning_content` and, the same, `message.reasoning`; a
+  message of the history may have it under either name. Both are absent where there is none. Stop strings and grammars
+  do not apply to it. `usage.completion_tokens_details.reasoning_tokens` counts it, its tags included.
+- **Tool calls** are `message.tool_calls`; `content` is null where there is no text beside them. `finish_reason` is
+  `tool_calls`, unless the answer was cut off. What a model writes is a call only if it can be read as one: all else
+  stays text. With `tool_choice` required or a function, only calls that are valid against the schema can be written; so
+  it is with auto for tools that are `strict`.
+- **Structured answers** can only be what was asked for, but for the end where `max_tokens` cuts them off. A schema that
+  cannot be compiled, or has a keyword that cannot be kept, is a 400. `strict` in a `json_schema` changes nothing.
+- **Ids**: with `return_token_ids`, chat answers have `prompt_token_ids` (in a stream, the first chunk has them) and
+  `token_ids` in each choice; completions have both in each choice. The chunks of a stream share the ids out.
+- **Prompt logprobs** stand where the ids of the prompt stand: null for the first token, then an object for each that
+  maps token ids to `logprob`, `rank` (1 is the most probable) and `decoded_token`.
+"""
+
 _STREAMS = """\
 ## Streams
 
 With `"stream": true` the answer is `text/event-stream`: lines `data: {...}`, the last one `data: [DONE]`. All chunks
 have the same `id`, `created` and `model`. A chat choice begins with a chunk that has the role; every choice ends with
 one chunk that has nothing but its `finish_reason`. The joined text, logprobs and usage are those of the plain answer.
+Reasoning comes first, as `delta.reasoning_content` and `delta.reasoning`. A tool call begins with a chunk that has its
+index, id and name; others with the same index have more and more of the arguments.
 
 An error before the first token is an ordinary HTTP error, unless the first token takes longer than a second: then the
 headers go out before it, so that clients and proxies see a live stream. A later one is `data: {"error": {...}}`
@@ -75,7 +97,7 @@ def render() -> str:
     """The whole page."""
     parts = [_INTRO, "\n".join(_endpoints()), "\n".join(_common_fields())]
     parts += ["\n".join(_request(model, title)) for model, title in _TITLES.items()]
-    parts += [_STREAMS, "\n".join(_ignored()), "\n".join(_errors())]
+    parts += [_ANSWERS, _STREAMS, "\n".join(_ignored()), "\n".join(_errors())]
     return "\n".join(parts)
 
 
@@ -138,6 +160,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(kinds))
     if "$ref" in schema:
         return "object"
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
     kind = str(schema.get("type", "any"))
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}" + _length(schema, "Items")
@@ -167,7 +191,7 @@ def _number(value: float | None) -> str:
     """Bounds of machine integers are easier to read as powers."""
     if value is None:
         return "-inf"
-    powers: dict[float, str] = {2**31 - 1: "2^31 - 1", 2**63 - 1: "2^63 - 1", -(2**63): "-2^63"}
+    powers: dict[float, str] = {2**31 - 1: "2^31 - 1", -(2**31): "-2^31", 2**63 - 1: "2^63 - 1", -(2**63): "-2^63"}
     return powers.get(value, f"{value:g}")
 
 

@@ -9,81 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from miniserve.api.choice import Choice
 from miniserve.api.errors import describe_error, request_id_of
-from miniserve.api.logprobs import Entry, LogprobsFormat
+from miniserve.api.logprobs import TokenBytes, format_prompt_logprobs
 from miniserve.api.schemas.common import SamplingFields
 from miniserve.api.sse import EventStream, Write, event, until_disconnect
 from miniserve.core.request import Request
+from miniserve.engine.answer import Answer, AnswerDelta, join_deltas
 from miniserve.engine.async_engine import AsyncEngine, OutputStream
-from miniserve.outputs import EngineOutput, FinishReason
+from miniserve.outputs import EngineOutput
+from miniserve.text.parsers.base import TextDelta
 
 # A long prefill shows a live stream after this long; a fault until then is still an ordinary HTTP error.
 FIRST_OUTPUT_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class Echo:
-    """The prompt as part of a choice's answer."""
-
-    text: str
-    token_ids: Sequence[int]
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One answer: what has come of it, and what waits to be sent.
-
-    Attributes:
-        parent: the choice that computes the prompt for this one; None where this one does.
-        entries: logprobs that no chunk has carried yet.
-    """
-
-    index: int
-    request: Request
-    parent: Choice | None
-    logprobs: LogprobsFormat | None
-    echo: Echo | None
-    entries: list[Entry] = field(default_factory=list)
-    prompt_entries: list[Entry] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    started: bool = False
-
-    def take(self, output: EngineOutput) -> str:
-        """Take in what came; returns the new text."""
-        text = output.text
-        self._take_prompt(output)
-        if not self.started:
-            self.started = True
-            if self.echo is not None:
-                text = self.echo.text + text
-                self.entries += (self.parent or self).prompt_entries
-        self.entries += [(entry.token_id, entry) for entry in output.logprobs]
-        self.num_tokens = output.usage.completion_tokens
-        self.num_cached_tokens = output.usage.cached_tokens
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-        return text
-
-    def _take_prompt(self, output: EngineOutput) -> None:
-        if output.prompt_logprobs is not None and self.echo is not None:
-            self.prompt_entries = list(zip(self.echo.token_ids, output.prompt_logprobs, strict=True))
-
-    def take_logprobs(self) -> dict[str, Any] | None:
-        """The logprobs that no chunk has carried yet; None where none were asked for."""
-        if self.logprobs is None:
-            return None
-        entries, self.entries = self.entries, []
-        return self.logprobs.format(entries)
 
 
 class Call:
@@ -120,25 +65,33 @@ class Call:
             "completion_tokens": completion_tokens,
             "total_tokens": self._prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(parent.num_cached_tokens for parent in self._parents)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self.choices)
+            },
         }
 
 
 class Spelling(Protocol):
-    """How an endpoint spells its answer."""
+    """How an endpoint spells its answer.
+
+    Attributes:
+        prompt_in_choice: whether ids and logprobs of the prompt stand in each choice, or once beside them.
+    """
 
     object: str
     chunk_object: str
+    prompt_in_choice: bool
 
     def opening(self) -> str | None:
         """The JSON members of a choice's first chunk, before any text; None where there is no such chunk."""
 
-    def text(self, text: str) -> str:
-        """The JSON members of a chunk with more text, from the text as a JSON string."""
+    def delta(self, delta: AnswerDelta, call_ids: Sequence[str]) -> str:
+        """The JSON members of a chunk that adds to the answer, in ASCII. `call_ids`: of the tool calls so far."""
 
     def ending(self) -> str:
         """The JSON members of a choice's last chunk."""
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, answer: Answer, call_ids: Sequence[str]) -> dict[str, Any]:
         """The members of a choice of a plain answer."""
 
 
@@ -152,7 +105,10 @@ async def respond(
         MiniserveError: as `answer`.
     """
     if not asked.stream:
-        whole = await until_disconnect(request.receive, answer(engine, call, spelling))
+        shown_prompt = PromptFields(
+            asked.return_token_ids or False, asked.prompt_logprobs, engine.parts.input_processor.tokenizer
+        )
+        whole = await until_disconnect(request.receive, answer(engine, call, spelling, shown_prompt))
         return Response(compact_json(whole), media_type="application/json")
     options = asked.stream_options
     writer = ChunkWriter(
@@ -170,17 +126,35 @@ async def respond(
 # Plain answers
 
 
-async def answer(engine: AsyncEngine, call: Call, spelling: Spelling) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class PromptFields:
+    """What a plain answer shows of the prompt. `num_top`: candidates of its logprobs; None for no logprobs."""
+
+    shows_ids: bool
+    num_top: int | None
+    tokenizer: TokenBytes
+
+    def of(self, choice: Choice) -> dict[str, Any]:
+        """The members for the prompt of a choice."""
+        members: dict[str, Any] = {}
+        if self.shows_ids:
+            members["prompt_token_ids"] = choice.prompt_token_ids
+        if self.num_top is not None:
+            members["prompt_logprobs"] = format_prompt_logprobs(choice.prompt_entries, self.num_top, self.tokenizer)
+        return members
+
+
+async def answer(engine: AsyncEngine, call: Call, spelling: Spelling, prompt: PromptFields) -> dict[str, Any]:
     """The whole answer. Cancelling it aborts the call.
 
     Raises:
         InternalError, EngineUnavailableError, RequestError: the engine cannot finish it.
     """
-    texts: list[list[str]] = [[] for _ in call.choices]
+    deltas: list[list[AnswerDelta]] = [[] for _ in call.choices]
     async with engine.submit(call.prompts) as outputs:
         async for output in outputs:
             choice = call.choice(output.request_id)
-            texts[choice.index].append(choice.take(output))
+            deltas[choice.index] += choice.take(output)
     return {
         "id": call.id,
         "object": spelling.object,
@@ -189,14 +163,17 @@ async def answer(engine: AsyncEngine, call: Call, spelling: Spelling) -> dict[st
         "choices": [
             {
                 "index": choice.index,
-                **spelling.whole("".join(texts[choice.index])),
+                **spelling.whole(join_deltas(deltas[choice.index]), choice.call_ids),
                 "logprobs": choice.take_logprobs(),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
+                **({"token_ids": choice.take_token_ids()} if choice.returns_token_ids else {}),
+                **(prompt.of(choice) if spelling.prompt_in_choice else {}),
             }
             for choice in call.choices
         ],
         "usage": call.usage(),
+        **({} if spelling.prompt_in_choice else prompt.of(call.choices[0])),
     }
 
 
@@ -213,38 +190,64 @@ class ChunkWriter:
         self._spelling = spelling
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
+        self._without_prompt = {choice.index for choice in call.choices if choice.returns_token_ids}
 
     def opening(self) -> str:
         """The events before any text: the role of each choice."""
         members = self._spelling.opening()
         if members is None:
             return ""
-        return "".join(self._chunk(choice, members, "null", "null") for choice in self._call.choices)
+        first, *others = self._call.choices
+        events = self._chunk(first, members, beside=self._prompt_ids(first))
+        return events + "".join(self._chunk(choice, members) for choice in others)
 
     def output(self, output: EngineOutput) -> str:
         """The events of what came; often one, sometimes none."""
         choice = self._call.choice(output.request_id)
-        text = choice.take(output)
+        deltas = choice.take(output)
         ended = output.finish_reason is not None
+        if not deltas and ended and (choice.entries or choice.token_ids):
+            deltas.append(TextDelta(""))  # for what no chunk has carried yet
         events = ""
-        if text or (ended and choice.entries):
-            logprobs = "null" if choice.logprobs is None else compact_json(choice.take_logprobs())
-            # Escaped to ASCII: some clients take U+2028 and the like for the end of a line.
-            events = self._chunk(choice, self._spelling.text(json.dumps(text)), logprobs, "null")
+        for delta in deltas:
+            members = self._spelling.delta(delta, choice.call_ids)
+            logprobs = compact_json(choice.take_logprobs()) if choice.entries else "null"
+            token_ids = f',"token_ids":{compact_json(choice.take_token_ids())}' if choice.token_ids else ""
+            events += self._chunk(choice, members, logprobs=logprobs, more=token_ids)
         if ended:
-            reason = f'"{choice.finish_reason}","stop_reason":{json.dumps(choice.stop_reason)}'
-            events += self._chunk(choice, self._spelling.ending(), "null", reason)
+            stop_reason = f',"stop_reason":{json.dumps(choice.stop_reason)}'
+            reason = f'"{choice.finish_reason}"'
+            events += self._chunk(choice, self._spelling.ending(), finish_reason=reason, more=stop_reason)
         return events
 
     def closing(self) -> str:
         """The events after all choices: the usage, if it was asked for."""
         return event(f'{self._head}],"usage":{compact_json(self._call.usage())}}}') if self._include_usage else ""
 
-    def _chunk(self, choice: Choice, members: str, logprobs: str, finish_reason: str) -> str:
+    def _chunk(
+        self,
+        choice: Choice,
+        members: str,
+        *,
+        logprobs: str = "null",
+        finish_reason: str = "null",
+        more: str = "",
+        beside: str = "",
+    ) -> str:
+        """One event. `more` members of the choice, and such that stand `beside` it."""
+        if self._spelling.prompt_in_choice and self._without_prompt:
+            more += self._prompt_ids(choice)
         return (
             f'data: {self._head}{{"index":{choice.index},{members},"logprobs":{logprobs},'
-            f'"finish_reason":{finish_reason}}}]{self._usage()}}}\n\n'
+            f'"finish_reason":{finish_reason}{more}}}]{beside}{self._usage()}}}\n\n'
         )
+
+    def _prompt_ids(self, choice: Choice) -> str:
+        """The prompt of a choice, once, where it is wanted."""
+        if choice.index not in self._without_prompt:
+            return ""
+        self._without_prompt.remove(choice.index)
+        return f',"prompt_token_ids":{compact_json(choice.prompt_token_ids)}'
 
     def _usage(self) -> str:
         if self._continuous_usage:

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: a list of objects for chat, four parallel lists for completions.
+"""Logprobs in OpenAI's two shapes: a list of objects for chat, four parallel lists for completions. And of a prompt.
 
 A token is bytes and not always text: half a character is shown escaped, as `\\xe4\\xbd`, with the true bytes beside it
 (chat) or behind "bytes:" (completions). Does not know where the numbers come from.
@@ -112,6 +112,23 @@ class CompletionLogprobs:
 
     def _key(self, token_id: int) -> str:
         return token_text(self._tokenizer.token_bytes(token_id), prefix="bytes:")
+
+
+def format_prompt_logprobs(
+    entries: Iterable[Entry], num_top: int, tokenizer: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """For each token of a prompt, itself and the `num_top` most probable ones there, by token id."""
+    return [None if entry is None else _by_token_id(entry, num_top, tokenizer) for _, entry in entries]
+
+
+def _by_token_id(entry: TokenLogprobs, num_top: int, tokenizer: TokenBytes) -> dict[str, Any]:
+    candidates = [(entry.token_id, entry.logprob, entry.rank)]
+    candidates += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], start=1)]
+    described: dict[str, Any] = {}
+    for token_id, logprob, rank in candidates:
+        text = token_text(tokenizer.token_bytes(token_id))
+        described.setdefault(str(token_id), {"logprob": finite(logprob), "rank": rank, "decoded_token": text})
+    return described
 
 
 def utf8_decoder() -> codecs.IncrementalDecoder:

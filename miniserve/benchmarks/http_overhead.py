@@ -16,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from miniserve.server import SWITCH_INTERVAL
 
 MODEL = "smollm2"  # its tokenizer and template; the weights are not loaded
 URL_LINE = "serving on "
+NO_MASKS: Mapping[str, Any] = MappingProxyType({})
 ARMS = {"the server's switch interval, 0.5 ms": SWITCH_INTERVAL, "Python's, 5 ms": 0.005}
 
 
@@ -119,7 +121,7 @@ class _OneTokenRunner:
     def execute(self, step: SchedulerOutput) -> None:
         """Nothing to compute."""
 
-    def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
+    def sample(self, step: SchedulerOutput, logits: Any, masks: Mapping[str, Any] = NO_MASKS) -> RunnerOutput:
         """The token, for each request whose prompt is through."""
         nothing = RunnerResult()
         return RunnerOutput(tuple(self._result if item.samples else nothing for item in step.scheduled))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from miniserve.outputs import FinishReason
+from miniserve.outputs import PLAIN_TEXT, FinishReason, OutputFormat
 from miniserve.sampling_params import SamplingParams
 
 
@@ -28,6 +28,8 @@ class Request:
         block_ids: the KV blocks held, in token order.
         block_hashes: chained hashes of the whole blocks of `token_ids`, computed once each.
         cache_salt: mixed into the block hashes: requests share prefixes only under the same salt.
+        priority: where the scheduler goes by priority, lower comes first.
+        output_format: of no interest to the scheduler.
         parent: the request of the same prompt whose computation this one waits for, to share it; None for most.
     """
 
@@ -36,6 +38,8 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: bytes = b""
+    priority: int = 0
+    output_format: OutputFormat = PLAIN_TEXT
     parent: Request | None = None
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0

@@ -8,12 +8,13 @@ Does not know how tokens are computed: the engine hands its output to a runner, 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request, RequestStatus
+from miniserve.core.request_queue import RequestQueue
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.errors import ConfigError, ContextLengthError, InvalidParameterError
 from miniserve.outputs import FinishReason, TokenLogprobs
@@ -38,14 +39,19 @@ class RequestNews:
 
 
 class Scheduler:
-    """Continuous batching, first come first served, over a paged KV cache.
+    """Continuous batching, by priority and then first come first served, over a paged KV cache.
 
-    `running` and then `waiting` hold the requests in one order, that of arrival: a preempted request is the newest
-    running one, and goes to the front of the queue. So the oldest request is computed in every step (it may take
-    the blocks of all others, and is never longer than the pool), and every request becomes the oldest in time.
+    Among requests of one priority, `running` and then `waiting` hold them in the order of arrival: a preempted request
+    is the newest running one, and goes to the front of the queue. So the oldest request is computed in every step (it
+    may take the blocks of all others, and is never longer than the pool), and every request becomes the oldest in time.
 
     Forks, further choices of one prompt, wait beside the queue until their parent has computed it; then they go to the
     queue's front, where they find it done. Nobody else ever gets in front of a request.
+
+    Lower priorities come first, in both lists: they are admitted first, get the budget of a step first, and lose their
+    blocks last. Who runs gives up blocks only to others who run, so an urgent newcomer waits until there is room, with
+    nobody less urgent being admitted meanwhile. The price: a request waits, or is preempted again and again, for as
+    long as more urgent ones keep coming. Where all have one priority, all of this is first come first served.
 
     Attributes:
         num_preemptions: how often a request lost its blocks, over all requests so far.
@@ -72,7 +78,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._waiting = RequestQueue()
         self._forks: dict[Request, list[Request]] = {}  # those that still wait for their parent
 
     @property
@@ -91,7 +97,7 @@ class Scheduler:
         return len(self._requests) - len(self._running)
 
     def add(self, request: Request, forks: Sequence[Request] = ()) -> None:
-        """Put a new request at the end of the queue, and let its forks, of the same prompt, wait for it.
+        """Put a new request behind those of its priority, and let its forks, of the same prompt, wait for it.
 
         Raises:
             ContextLengthError: the prompt and one output token can never fit.
@@ -108,6 +114,7 @@ class Scheduler:
         self._waiting.append(request)
         for fork in forks:
             assert fork.token_ids == request.token_ids and fork.cache_salt == request.cache_salt
+            assert fork.priority == request.priority
             fork.parent = request
         if forks:
             self._forks[request] = list(forks)
@@ -163,7 +170,7 @@ class Scheduler:
             if result.error is not None or item.end >= request.num_prompt_tokens:
                 released += self._forks.pop(request, ())  # there is nothing to wait for any more
             news += self._take_in(request, item, result)
-        self._waiting.extendleft(reversed(released))
+        self._waiting.put_back(released)
         return news
 
     def _check_length(self, num_prompt_tokens: int) -> None:
@@ -181,7 +188,7 @@ class Scheduler:
                 )
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], preempted: list[Request]) -> int:
-        """Phase 1, oldest first. Returns the budget that is left, in tokens."""
+        """Phase 1, in order. Returns the budget that is left, in tokens."""
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self._running) and budget > 0:
@@ -195,9 +202,9 @@ class Scheduler:
         return budget
 
     def _make_room(self, request: Request, num_new_tokens: int, preempted: list[Request]) -> bool:
-        """Preempt the newest requests until `request` has its blocks. False: it was itself the newest.
+        """Preempt the last running requests until `request` has its blocks. False: it was itself the last.
 
-        Nobody whose tokens are in this step already can be hit, as they are older: no budget has to be refunded.
+        Nobody whose tokens are in this step already can be hit, as they come before it: no budget has to be refunded.
         """
         while not self.kv.allocate(request, num_new_tokens):
             victim = self._running.pop()
@@ -214,18 +221,18 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(request)
+        self._waiting.put_back([request])
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> None:
-        """Phase 2, first come first served: if the first in the queue does not fit, nobody overtakes it."""
+        """Phase 2, in the queue's order: if the first in it does not fit, nobody overtakes it."""
         while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
-            request = self._waiting[0]
+            request = self._waiting.first()
             cached_blocks = self.kv.find_cached_prefix(request)
             num_cached_tokens = len(cached_blocks) * self.kv.block_size
             num_new_tokens = min(request.num_tokens - num_cached_tokens, budget)
             if not self.kv.allocate(request, num_new_tokens, cached_blocks):
                 break
-            self._running.append(self._waiting.popleft())
+            insort(self._running, self._waiting.pop(), key=_priority)  # behind its equals
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = num_cached_tokens
             if request.num_preemptions == 0:
@@ -286,12 +293,9 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self._waiting.extendleft(reversed(self._forks.pop(request, ())))
-        elif request in self._waiting:
-            place = self._waiting.index(request)
-            del self._waiting[place]
-            for fork in reversed(self._forks.pop(request, ())):
-                self._waiting.insert(place, fork)
+            self._waiting.put_back(self._forks.pop(request, ()))
+        elif self._waiting.replace(request, self._forks.get(request, ())):
+            self._forks.pop(request, None)
         else:
             self._remove_waiting_fork(request)
         self.kv.free(request)
@@ -302,6 +306,10 @@ class Scheduler:
         forks.remove(fork)
         if not forks:
             del self._forks[fork.parent]
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 def _scheduled(request: Request, num_new_tokens: int) -> ScheduledRequest:

@@ -70,20 +70,29 @@ def build_engine(
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
     )
+    input_processor = InputProcessor(
+        tokenizer,
+        num_token_ids=num_token_ids,
+        max_model_len=resolved.max_model_len,
+        kv_capacity_tokens=kv.capacity_tokens,
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+        chat_template=chat_template,
+        priorities=asked.scheduling_policy == "priority",
+    )
     return EngineParts(
         engine=Engine(scheduler, runner.runner, OutputProcessor(tokenizer), hooks),
-        input_processor=InputProcessor(
-            tokenizer,
-            num_token_ids=num_token_ids,
-            max_model_len=resolved.max_model_len,
-            kv_capacity_tokens=kv.capacity_tokens,
-            eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
-            chat_template=chat_template,
-        ),
+        input_processor=input_processor,
         resolved=resolved,
         backend_name=runner.backend_name,
         sampling_defaults=sampling_defaults,
-        summary=_summary(checkpoint, resolved, runner, kv, sampling_defaults),
+        summary=_summary(
+            checkpoint,
+            resolved,
+            runner,
+            kv,
+            sampling_defaults=sampling_defaults,
+            answers=input_processor.formats.description,
+        ),
     )
 
 
@@ -132,7 +141,9 @@ def _summary(
     resolved: ResolvedConfig,
     runner: RunnerParts,
     kv: KVCacheManager,
+    *,
     sampling_defaults: Mapping[str, Any],
+    answers: str,
 ) -> tuple[str, ...]:
     config = checkpoint.config
     taken = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
@@ -143,5 +154,6 @@ def _summary(
         f"KV cache: {runner.num_kv_blocks} blocks x {resolved.block_size} tokens = {kv.capacity_tokens} tokens "
         f"({runner.kv_bytes / 1e9:.2f} GB)",
         f"sampling defaults of the model: {taken}" if taken else "sampling defaults: temperature 1, top_p 1",
+        answers,
         *(f"note: {note}" for note in (*checkpoint.notes, *resolved.notes, *runner.notes)),
     )

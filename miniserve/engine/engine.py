@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from miniserve.core.request import Request
@@ -17,7 +18,8 @@ from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest
 from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor, Processed
-from miniserve.outputs import EngineOutput, FinishReason
+from miniserve.outputs import EngineOutput
+from miniserve.structured.masks import MaskWorker
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +33,17 @@ class Runner(Protocol):
     def execute(self, step: SchedulerOutput) -> Any:
         """The logits of the requests that sample, in whatever form `sample` takes them."""
 
-    def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
-        """Their next tokens."""
+    def sample(
+        self, step: SchedulerOutput, logits: Any, masks: Mapping[str, Any] = MappingProxyType({})
+    ) -> RunnerOutput:
+        """Their next tokens. `masks`: by request id, which tokens are allowed, as `structured.masks` packs it."""
 
 
 class Engine:
-    """Scheduler, runner and output processor, and the order in which they act."""
+    """Scheduler, runner and output processor, and the order in which they act.
+
+    `masks` computes what the grammars of requests allow; None is a worker of its own.
+    """
 
     def __init__(
         self,
@@ -44,11 +51,13 @@ class Engine:
         runner: Runner,
         output_processor: OutputProcessor,
         hooks: Sequence[MetricsHook] = (),
+        masks: MaskWorker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.output_processor = output_processor
         self.hooks = hooks
+        self.masks = MaskWorker() if masks is None else masks
         self._failed_hooks: set[int] = set()
 
     @property
@@ -95,17 +104,22 @@ class Engine:
         return outputs
 
     def _compute(self, step: SchedulerOutput) -> RunnerOutput:
+        pending = self.masks.start(self.output_processor.constrained(step))  # the masks, while the model runs
         try:
-            return self.runner.sample(step, self.runner.execute(step))
+            logits = self.runner.execute(step)
+            masks = pending.result()
+            computed = self.runner.sample(step, logits, masks.rows)
         except Exception:
             logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
-            return RunnerOutput(tuple(self._compute_alone(item) for item in step.scheduled))
+            masks = pending.result()
+            computed = RunnerOutput(tuple(self._compute_alone(item, masks.rows) for item in step.scheduled))
+        return _with_errors(step, computed, masks.errors) if masks.errors else computed
 
-    def _compute_alone(self, item: ScheduledRequest) -> RunnerResult:
+    def _compute_alone(self, item: ScheduledRequest, masks: Mapping[str, Any]) -> RunnerResult:
         """One request in a step of its own: it is the one that fails, or it goes on unharmed."""
         step = SchedulerOutput((item,))
         try:
-            [result] = self.runner.sample(step, self.runner.execute(step)).results
+            [result] = self.runner.sample(step, self.runner.execute(step), masks).results
             return result
         except Exception:
             logger.exception("request %s failed, and ends", item.request_id)
@@ -117,13 +131,12 @@ class Engine:
             processed = self.output_processor.process(news)
         except Exception:
             logger.exception("the output of request %s failed, and it ends", request.request_id)
-            self.scheduler.finish(request, FinishReason.ERROR)
             processed = Processed(self.output_processor.fail(request, ENGINE_FAILED))
         if processed is None:
             return None
-        if processed.stop is not None:
-            self.scheduler.finish(request, FinishReason.STOP, processed.stop)
         output, gap = processed.output, processed.gap
+        if output.finish_reason is not None:  # the scheduler has not seen the text, nor the grammar
+            self.scheduler.finish(request, output.finish_reason, output.stop_reason)
         self._tell(lambda hook: hook.on_output(request, output, gap))
         return output
 
@@ -136,3 +149,14 @@ class Engine:
                 if index not in self._failed_hooks:
                     self._failed_hooks.add(index)
                     logger.exception("%s failed; further failures of it are not logged", type(hook).__name__)
+
+
+def _with_errors(step: SchedulerOutput, computed: RunnerOutput, errors: Mapping[str, str]) -> RunnerOutput:
+    """Who has no mask may not go on with what was sampled without one."""
+    pairs = zip(step.scheduled, computed.results, strict=True)
+    return RunnerOutput(
+        tuple(
+            RunnerResult(error=errors[item.request_id]) if item.request_id in errors else result
+            for item, result in pairs
+        )
+    )

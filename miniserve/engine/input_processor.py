@@ -6,19 +6,29 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from miniserve.core.request import Request
+from miniserve.engine.options import ChatOptions, RequestOptions
+from miniserve.engine.output_formats import Compiler, OutputFormats
 from miniserve.errors import ContextLengthError, InvalidParameterError, shown
+from miniserve.outputs import OutputFormat, Thinking
 from miniserve.sampling_params import SamplingParams
+from miniserve.structured.compiler import GrammarCompiler
 from miniserve.text.chat_template import ChatTemplate
+from miniserve.text.messages import Message, normalise_messages
+from miniserve.text.parsers.base import ToolFormat, ToolParser
 from miniserve.text.spelling import Piece
 from miniserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+
+# A text that is cut to fit may be longer than what fits, but tokenising it should not take more than seconds.
+MAX_CUT_TEXT_LENGTH = 2**21  # characters
+PLAIN_CHAT = ChatOptions()
+PLAIN_REQUEST = RequestOptions()
 
 
 class InputProcessor:
@@ -31,6 +41,8 @@ class InputProcessor:
         kv_capacity_tokens: tokens that the KV cache holds.
         eos_token_ids: the union of what the model's config, its generation config and the tokenizer name.
         chat_template: in place of the tokenizer's own.
+        grammars: compiles what structured answers look like; None is a compiler for this tokenizer.
+        priorities: whether the scheduler goes by them, so that a request may have one other than 0.
     """
 
     def __init__(
@@ -42,6 +54,8 @@ class InputProcessor:
         kv_capacity_tokens: int,
         eos_token_ids: frozenset[int],
         chat_template: ChatTemplate | None = None,
+        grammars: Compiler | None = None,
+        priorities: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template or ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
@@ -49,38 +63,70 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.kv_capacity_tokens = kv_capacity_tokens
         self.eos_token_ids = eos_token_ids
+        self.priorities = priorities
+        self.formats = OutputFormats(
+            self.chat_template,
+            tokenizer,
+            grammars or GrammarCompiler(tokenizer, num_token_ids=num_token_ids, eos_token_ids=eos_token_ids),
+        )
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model calls tools."""
+        return self.formats.tool_format
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model marks its reasoning; None if it has none."""
+        return self.formats.thinking
 
     def process_prompt(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        options: RequestOptions = PLAIN_REQUEST,
     ) -> Request:
-        """A request from text, or from token ids, which are taken as they are.
+        """A request from text, or from token ids, which are taken as they are. The answer is text, and no more.
 
         Raises:
             InvalidParameterError, ContextLengthError: the request is wrong; see the message.
         """
         if isinstance(prompt, str):
-            self._check_text_length([prompt], param="prompt")
+            self._check_text_length([prompt], options, param="prompt")
         token_ids = self.tokenize_prompt(prompt, add_special_tokens=add_special_tokens)
-        return self._request(request_id, token_ids, sampling, param="prompt")
+        token_ids = self._fitting(token_ids, sampling, options, param="prompt")
+        output_format = self.formats.of_prompt(sampling.structured_outputs)
+        return self._request(request_id, token_ids, sampling, options, output_format)
 
     def process_chat(
         self,
         request_id: str,
         messages: Sequence[Message],
         sampling: SamplingParams,
-        *,
-        add_special_tokens: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
+        chat: ChatOptions = PLAIN_CHAT,
+        options: RequestOptions = PLAIN_REQUEST,
     ) -> Request:
         """A request from a conversation. The template writes BOS and the like, so the tokenizer adds none.
 
         Raises:
             InvalidParameterError, ContextLengthError: as above, or there is no template, or it refuses.
         """
-        pieces = self._render(messages, add_generation_prompt=True, template_kwargs=template_kwargs)
-        self._check_text_length([piece.text for piece in pieces], param="messages")
-        token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=add_special_tokens)
-        return self._request(request_id, token_ids, sampling, param="messages")
+        messages = normalise_messages(messages, keep_broken_calls=True)
+        pieces = self._render(messages, chat)
+        self._check_text_length([piece.text for piece in pieces], options, param="messages")
+        token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
+        token_ids = self._fitting(token_ids, sampling, options, param="messages")
+        prompt = "".join(piece.text for piece in pieces)
+        output_format = self.formats.of_chat(prompt, messages, chat, sampling.structured_outputs)
+        return self._request(request_id, token_ids, sampling, options, output_format)
+
+    def tool_parser(self, chat: ChatOptions) -> ToolParser | None:
+        """What finds the calls in one answer; None where the model is told of no tools."""
+        tools = chat.offered_tools
+        return self.tool_format.parser(tools, max_calls=chat.max_calls) if tools else None
 
     def choices(self, request: Request, n: int) -> list[Request]:
         """`request` and n - 1 forks of it, which share its prompt and differ in their seeds.
@@ -105,43 +151,70 @@ class InputProcessor:
         self._check_token_ids(token_ids, param="prompt")
         return token_ids
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def tokenize_chat(self, messages: Sequence[Message], chat: ChatOptions = PLAIN_CHAT) -> list[int]:
         """The token ids of a rendered conversation. Special tokens that a message spells out are text in it.
 
         Raises:
             InvalidParameterError: there is no template, it refuses, or the messages are malformed.
         """
-        pieces = self._render(messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs)
-        return self.tokenizer.encode_pieces(pieces, add_special_tokens=add_special_tokens)
+        pieces = self._render(normalise_messages(messages, keep_broken_calls=True), chat)
+        return self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> list[Piece]:
+    def _render(self, messages: Sequence[Message], chat: ChatOptions) -> list[Piece]:
+        tools = chat.offered_tools
+        if not self.tool_format.told_by_template:
+            messages, tools = self.tool_format.with_tools(messages, tools), ()
         return self.chat_template.render_pieces(
             messages,
             special_spellings=self.tokenizer.special_spellings,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tools=[tool.to_openai() for tool in tools],
+            template_kwargs={**_effort_variables(chat.reasoning_effort), **chat.template_kwargs},
         )
 
-    def _request(self, request_id: str, token_ids: list[int], sampling: SamplingParams, *, param: str) -> Request:
+    def _fitting(
+        self, token_ids: list[int], sampling: SamplingParams, options: RequestOptions, *, param: str
+    ) -> list[int]:
+        """The prompt, cut if that is wanted. Everything that can be checked in no time is."""
         if not token_ids:
             raise InvalidParameterError("the prompt is empty: it has no tokens", param=param)
+        if options.priority and not self.priorities:
+            raise InvalidParameterError(
+                f"priority is {options.priority}, but this server goes by arrival only: start it with "
+                "--scheduling-policy priority, or leave priority out",
+                param="priority",
+            )
+        token_ids = self._cut(token_ids, sampling.max_tokens, options.truncate_prompt_tokens)
         self._check_length(len(token_ids), sampling.max_tokens, param=param)
         self._check_token_ids(sampling.stop_token_ids, param="stop_token_ids")
         self._check_token_ids(sampling.logit_bias, param="logit_bias")
-        return Request(request_id, token_ids, self._with_special_stops(sampling), self.eos_token_ids)
+        return token_ids
+
+    def _request(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        options: RequestOptions,
+        output_format: OutputFormat,
+    ) -> Request:
+        return Request(
+            request_id,
+            token_ids,
+            self._with_special_stops(sampling),
+            self.eos_token_ids,
+            cache_salt=(options.cache_salt or "").encode(),
+            priority=options.priority,
+            output_format=output_format,
+        )
+
+    def _cut(self, token_ids: list[int], max_tokens: int | None, kept: int | None) -> list[int]:
+        """The last `kept` tokens, or with -1 as many as fit."""
+        if kept == -1:
+            kept = min(self.max_model_len - _room_for_output(max_tokens), self.kv_capacity_tokens - 1)
+        # What leaves no room for a prompt at all is refused as if nothing was to be cut.
+        return token_ids if kept is None or kept < 1 else token_ids[-kept:]
 
     def _with_special_stops(self, sampling: SamplingParams) -> SamplingParams:
         """Special tokens leave no text: a stop string that spells one has to match by its id."""
@@ -157,14 +230,24 @@ class InputProcessor:
             list(request.token_ids),
             sampling,
             request.eos_token_ids,
-            request.cache_salt,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            output_format=request.output_format,
             parent=request,
         )
 
-    def _check_text_length(self, texts: Sequence[str], *, param: str) -> None:
+    def _check_text_length(self, texts: Sequence[str], options: RequestOptions, *, param: str) -> None:
         """Refuse what can never fit before it is tokenised: a body of megabytes would take a core for half a minute."""
-        num_tokens = self.tokenizer.min_num_tokens(sum(map(len, texts)))
-        if num_tokens > self.max_model_len:
+        length = sum(map(len, texts))
+        num_tokens = self.tokenizer.min_num_tokens(length)
+        if options.truncate_prompt_tokens is not None:
+            if length > MAX_CUT_TEXT_LENGTH:
+                raise ContextLengthError(
+                    f"the prompt has {length} characters; truncate_prompt_tokens cuts texts of at most "
+                    f"{MAX_CUT_TEXT_LENGTH}: shorten the prompt",
+                    param=param,
+                )
+        elif num_tokens > self.max_model_len:
             raise ContextLengthError(
                 f"the prompt has more than {num_tokens} tokens; the context holds {self.max_model_len}, prompt and "
                 "output together: shorten the prompt",
@@ -172,7 +255,7 @@ class InputProcessor:
             )
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
-        wanted = 1 if max_tokens is None else max(1, max_tokens)  # computing a prompt yields one token, wanted or not
+        wanted = _room_for_output(max_tokens)
         if num_prompt_tokens + wanted > self.max_model_len:
             asked = f" and {max_tokens} more are asked for" if max_tokens else " and needs room for one more"
             room = self.max_model_len - num_prompt_tokens
@@ -198,6 +281,19 @@ class InputProcessor:
                     f"{self.num_token_ids - 1}",
                     param=param,
                 )
+
+
+def _room_for_output(max_tokens: int | None) -> int:
+    """Computing a prompt yields one token, wanted or not."""
+    return 1 if max_tokens is None else max(1, max_tokens)
+
+
+def _effort_variables(effort: str | None) -> dict[str, Any]:
+    """What templates of several families read. A family that has one of them ignores the others."""
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
 def _as_int64(number: int) -> int:

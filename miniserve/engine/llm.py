@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from miniserve.config import EngineConfig
 from miniserve.core.request import Request
+from miniserve.engine.answer import deltas_of, join_deltas
 from miniserve.engine.build import EngineParts, LoadProgress, build_engine
-from miniserve.engine.input_processor import Message, Prompt
+from miniserve.engine.input_processor import Prompt
+from miniserve.engine.openai_fields import parse_response_format, parse_tool_choice, parse_tools
+from miniserve.engine.options import ChatOptions
 from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.outputs import EngineOutput, FinishReason, RequestOutput
-from miniserve.sampling_params import SamplingParams
+from miniserve.sampling_params import SamplingParams, StructuredOutput
+from miniserve.text.messages import Message
+from miniserve.text.parsers.base import ToolParser
+
+PLAIN_CHAT = ChatOptions()
 
 
 class LLM:
@@ -72,13 +80,35 @@ class LLM:
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation (a list of messages), rendered by the model's chat template.
+
+        What comes after `sampling` is as in the HTTP API, and the same for all conversations.
 
         Raises:
             RequestError: as `generate`, or the template refuses the messages.
         """
-        return self.run(self.chat_requests(conversations, sampling))
+        choice, name = parse_tool_choice(tool_choice)
+        options = ChatOptions(
+            tools=parse_tools(tools),
+            tool_choice=choice,
+            tool_name=name,
+            parallel_tool_calls=parallel_tool_calls,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs or {},
+            reasoning_effort=reasoning_effort,
+        )
+        requests = self.chat_requests(conversations, sampling, options, parse_response_format(response_format))
+        return self.run(requests, options)
 
     def prompt_requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -93,8 +123,10 @@ class LLM:
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat: ChatOptions = PLAIN_CHAT,
+        answer_format: StructuredOutput | None = None,
     ) -> list[Request]:
-        """Checked requests for `stream`, one a conversation."""
+        """Checked requests for `stream`, one a conversation. `answer_format`: in place of that of the sampling."""
         if isinstance(conversations, str) or not isinstance(conversations, Sequence):
             raise InvalidParameterError(
                 "messages must be a list of messages, each with role and content", param="messages"
@@ -102,8 +134,11 @@ class LLM:
         is_one = bool(conversations) and hasattr(conversations[0], "get")
         batch: Sequence[Any] = [conversations] if is_one else conversations
         processor = self._parts.input_processor
-        pairs = zip(batch, self._sampling_of_each(sampling, len(batch)), strict=True)
-        return [processor.process_chat(self._next_id(), messages, params) for messages, params in pairs]
+        each = self._sampling_of_each(sampling, len(batch))
+        if answer_format is not None:
+            each = [replace(params, structured_outputs=answer_format) for params in each]
+        pairs = zip(batch, each, strict=True)
+        return [processor.process_chat(self._next_id(), messages, params, chat) for messages, params in pairs]
 
     def stream(self, requests: Sequence[Request]) -> Generator[EngineOutput, None, None]:
         """Run the requests as one batch; yields outputs as they come. Closing the iterator aborts the rest.
@@ -141,12 +176,23 @@ class LLM:
         for output in self._parts.engine.step():
             self._inboxes[output.request_id].append(output)
 
-    def run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Run the requests as one batch to their end; outputs in their order. Raises as `stream`."""
+    def run(self, requests: Sequence[Request], chat: ChatOptions | None = None) -> list[RequestOutput]:
+        """Run the requests as one batch to their end; outputs in their order. Raises as `stream`.
+
+        Args:
+            chat: what they were made with, if they are conversations: tool calls are looked for then.
+        """
         parts: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
         for output in self.stream(requests):
             parts[output.request_id].append(output)
-        return [_request_output(request, parts[request.request_id]) for request in requests]
+        return [
+            _request_output(request, parts[request.request_id], None if chat is None else self.tool_parser(chat))
+            for request in requests
+        ]
+
+    def tool_parser(self, chat: ChatOptions) -> ToolParser | None:
+        """What finds the tool calls in one answer of a conversation; None where there are none to find."""
+        return self._parts.input_processor.tool_parser(chat)
 
     def _sampling_of_each(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -176,18 +222,21 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def _request_output(request: Request, parts: Sequence[EngineOutput]) -> RequestOutput:
+def _request_output(request: Request, parts: Sequence[EngineOutput], parser: ToolParser | None) -> RequestOutput:
     first, last = parts[0], parts[-1]
     assert last.finish_reason is not None and last.timing is not None
+    answer = join_deltas(delta for part in parts for delta in deltas_of(part, parser))
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),
         token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
-        text="".join(part.text for part in parts),
+        text=answer.text,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         usage=last.usage,
         timing=last.timing,
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
         prompt_logprobs=first.prompt_logprobs,
+        reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
     )

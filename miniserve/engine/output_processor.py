@@ -1,29 +1,33 @@
-"""From what the scheduler took in to what a client gets: text, stop strings, logprobs, counts, times.
+"""From what the scheduler took in to what a client gets: text, logprobs, counts, times; and why a request ends.
 
-One state per request, from `add` to its last output. Does not end requests: it says which stop string did.
+One state per request, from `add` to its last output. Does not end requests: an output's finish reason says that the
+text or the grammar did. What the tokens say is `output_text`'s.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from miniserve.core.request import Request
 from miniserve.core.schedule import SchedulerOutput
 from miniserve.core.scheduler import RequestNews
+from miniserve.engine.output_text import OutputText
 from miniserve.outputs import EngineOutput, FinishReason, Timing, TokenLogprobs, Usage
-from miniserve.text.detokenizer import IncrementalDetokenizer
-from miniserve.text.stop import StopMatcher
+from miniserve.structured.compiler import GrammarError
+from miniserve.structured.masks import MaskQuery
 from miniserve.text.tokenizer import Tokenizer
+
+# What users are told, before what the grammar says.
+LEFT_GRAMMAR = "the answer does not keep to its structure"
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """One output, the stop string that ended it, and the seconds since the request's previous tokens (None: none)."""
+    """One output, and the seconds since the request's previous tokens (None: there are none before, or now)."""
 
     output: EngineOutput
-    stop: str | None = None
     gap: float | None = None
 
 
@@ -31,8 +35,7 @@ class Processed:
 class RequestState:
     """What is known of a request beside the scheduler's view. Times are those of `time.perf_counter`."""
 
-    detokenizer: IncrementalDetokenizer
-    stop_matcher: StopMatcher
+    text: OutputText
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -40,15 +43,6 @@ class RequestState:
     # The first prompt token has none: nothing precedes it.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     prompt_logprobs_given: bool = False
-
-    def push(self, token_ids: Iterable[int], *, may_stop: bool) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string that ended it."""
-        return self.stop_matcher.push(self.detokenizer.push(token_ids), may_stop=may_stop)
-
-    def flush(self, *, may_stop: bool) -> tuple[str, str | None]:
-        """What is left at the end: half a character, and text held back."""
-        text, stop = self.stop_matcher.push(self.detokenizer.flush(), may_stop=may_stop)
-        return (text, stop) if stop is not None else (text + self.stop_matcher.flush(), None)
 
     def timing(self) -> Timing:
         """Seconds from the arrival until each event, up to now."""
@@ -81,10 +75,8 @@ class OutputProcessor:
 
     def add(self, request: Request, arrival: float | None = None) -> None:
         """Know a request before its first step. `arrival`: when it was submitted (`perf_counter`), if not now."""
-        sampling = request.sampling
         self._states[request.request_id] = RequestState(
-            IncrementalDetokenizer(self._tokenizer, skip_special_tokens=sampling.skip_special_tokens),
-            StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output),
+            OutputText(self._tokenizer, request.sampling, request.output_format),
             arrival=time.perf_counter() if arrival is None else arrival,
         )
 
@@ -96,10 +88,19 @@ class OutputProcessor:
             if state.first_scheduled is None:
                 state.first_scheduled = now
 
+    def constrained(self, step: SchedulerOutput) -> list[MaskQuery]:
+        """Whose next token has to keep to a grammar."""
+        return [
+            query
+            for item in step.scheduled
+            if item.samples and (query := self._states[item.request_id].text.mask_query(item.request_id)) is not None
+        ]
+
     def process(self, news: RequestNews) -> Processed | None:
         """The output that the news make; None while a prompt is only partly computed.
 
-        A stop string ends the output with reason STOP here; ending the request itself is the caller's.
+        A stop string or a complete grammar ends the output with reason STOP here, an answer that leaves its grammar
+        with an error; ending the request itself is the caller's.
         """
         request = news.request
         state = self._states[request.request_id]
@@ -110,22 +111,27 @@ class OutputProcessor:
         if not news.token_ids and request.finish_reason is None:
             return None
         gap = state.take_tokens() if news.token_ids else None
-        text, stop = self._text(state, request, news.token_ids)
-        reason = request.finish_reason if stop is None else FinishReason.STOP
+        try:
+            reasoning, text, stop = self._text(state, request, news.token_ids)
+        except GrammarError as error:
+            return Processed(self.fail(request, f"{LEFT_GRAMMAR}: {error}"), gap)
+        ended_here = stop is not None or state.text.is_complete
+        reason = FinishReason.STOP if ended_here else request.finish_reason
         output = EngineOutput(
             request_id=request.request_id,
             token_ids=news.token_ids,
             text=text,
-            usage=_usage(request),
+            usage=_usage(state, request),
             finish_reason=reason,
             stop_reason=self._stop_reason(request) if stop is None else stop,
             logprobs=news.logprobs,
             prompt_logprobs=_prompt_logprobs(state, request),
             timing=state.timing(),
+            reasoning=reasoning,
         )
         if reason is not None:
             del self._states[request.request_id]
-        return Processed(output, stop, gap)
+        return Processed(output, gap)
 
     def abort(self, request: Request) -> EngineOutput:
         """The last output of a request that was aborted: what was held back is dropped."""
@@ -141,34 +147,32 @@ class OutputProcessor:
             request_id=request.request_id,
             token_ids=(),
             text="",
-            usage=_usage(request),
+            usage=_usage(state, request),
             finish_reason=reason,
             timing=state.timing(),
             error=error,
         )
 
-    def _text(self, state: RequestState, request: Request, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
-        """The text of the new tokens, flushed if they are the last, and the stop string that they complete."""
-        may_stop = request.num_output_tokens >= request.sampling.min_tokens
+    def _text(self, state: RequestState, request: Request, token_ids: tuple[int, ...]) -> tuple[str, str, str | None]:
+        """What the new tokens say, as `OutputText.push`; nothing is held back if they are the last."""
         shown, spelling = self._shown(request, token_ids)
-        text, stop = state.push(shown, may_stop=may_stop)
-        if stop is None and request.finish_reason is not None:
-            rest, stop = state.flush(may_stop=may_stop)
-            text += rest
-        return (text + spelling, None) if stop is None else (text, stop)
+        may_stop = request.num_output_tokens >= request.sampling.min_tokens
+        reasoning, text, stop = state.text.push(shown, may_stop=may_stop, is_last=request.finish_reason is not None)
+        if not spelling or stop is not None:
+            return reasoning, text, stop
+        return (reasoning + spelling, text, None) if state.text.is_reasoning else (reasoning, text + spelling, None)
 
     def _shown(self, request: Request, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The tokens that leave text, and the spelling of a special stop token if that is wanted.
+        """The tokens that leave text, and the text of the stop token if that is wanted.
 
-        The token that ended the request by its id (end-of-sequence, or a stop token) is counted, and not shown.
+        The token that ended the request by its id (end-of-sequence, or a stop token) is counted, and is no part of what
+        the model said. A stop token that was asked for is shown whatever `skip_special_tokens` says.
         """
         if request.finish_reason is not FinishReason.STOP:
             return token_ids, ""
         if request.stop_reason is None or not request.sampling.include_stop_str_in_output:
             return token_ids[:-1], ""
-        if self._tokenizer.is_special(token_ids[-1]):  # skip_special_tokens does not apply: it was asked for
-            return token_ids[:-1], self._tokenizer.decode(token_ids[-1:], skip_special_tokens=False)
-        return token_ids, ""
+        return token_ids[:-1], self._tokenizer.decode(token_ids[-1:], skip_special_tokens=False)
 
     def _stop_reason(self, request: Request) -> int | str | None:
         """The stop token or, where a stop string spells that token, the string that the client sent."""
@@ -180,8 +184,9 @@ class OutputProcessor:
         return reason
 
 
-def _usage(request: Request) -> Usage:
-    return Usage(request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens)
+def _usage(state: RequestState, request: Request) -> Usage:
+    num_reasoning_tokens = state.text.num_reasoning_tokens
+    return Usage(request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens, num_reasoning_tokens)
 
 
 def _prompt_logprobs(state: RequestState, request: Request) -> tuple[TokenLogprobs | None, ...] | None:

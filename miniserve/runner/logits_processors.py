@@ -1,4 +1,4 @@
-"""What a request changes in its logits before a token is chosen: banned tokens, logit_bias, penalties.
+"""What a request changes in its logits before a token is chosen: banned tokens, logit_bias, penalties, a mask.
 
 Owns the order of these changes. Every function is pure; rows that ask for nothing are never seen here. What the earlier
 tokens are is told anew in each step, so a preemption or a replay changes nothing.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miniserve.sampling_params import SamplingParams
@@ -24,6 +25,8 @@ class SampleRow:
         position: which output position it is; 0 is the first output token.
         banned_ids: tokens that must not be chosen.
         prompt_ids, output_ids: the tokens so far; only needed where the sampling has penalties.
+        mask: what a grammar allows, int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set if token i may be
+            chosen. None allows all.
     """
 
     sampling: SamplingParams
@@ -31,10 +34,13 @@ class SampleRow:
     banned_ids: frozenset[int] = frozenset()
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    mask: NDArray[np.int32] | None = None
 
     @property
     def changes_logits(self) -> bool:
         """Whether the row's logits are not to be taken as the model gave them."""
+        if self.mask is not None:
+            return True
         return bool(self.banned_ids or self.sampling.logit_bias or self.sampling.has_penalties)
 
 
@@ -54,7 +60,15 @@ def process_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
             scores[_indices(row.sampling.logit_bias, logits.device)] += biases
         if row.sampling.has_penalties:
             _penalise(scores, row)
+        if row.mask is not None:  # last: nothing makes up for what it forbids
+            scores.masked_fill_(_forbidden(row.mask, len(scores)).to(scores.device), float("-inf"))
     return processed
+
+
+def _forbidden(mask: NDArray[np.int32], vocab_size: int) -> Tensor:
+    """bool [vocab_size]. Unpacked on the host, where numpy takes 0.05 ms for 50,000 tokens."""
+    bits = np.unpackbits((~mask).astype("<i4", copy=False).view(np.uint8), count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
 
 
 def _penalise(scores: Tensor, row: SampleRow) -> None:

@@ -33,27 +33,31 @@ def pack_logprobs(logits: Tensor, queries: Sequence[LogprobQuery], num_top: int)
         num_top: the most that any query asks for, of these and of those that will be unpacked together with them.
 
     Returns:
-        int32 [num_queries, 1 + 2 * num_top]: the bits of the token's fp32 logprob and of the most probable ones', which
-        are NaN where the row has no probabilities, then the ids of the latter.
+        int32 [num_queries, 2 + 2 * num_top]: the token's rank, the bits of its fp32 logprob and of the most probable
+        ones', which are NaN where the row has no probabilities, then the ids of the latter.
     """
     token_ids = torch.tensor([query.token_id for query in queries], device=logits.device)
     total = logits.logsumexp(dim=-1, keepdim=True)
     total = total.masked_fill(~total.isfinite(), float("nan"))  # a logit of +inf, or all of them -inf
     top_values, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
-    values = torch.cat((logits.gather(-1, token_ids.unsqueeze(1)), top_values), dim=-1)
-    return torch.cat(((values - total).view(torch.int32), top_ids.int()), dim=-1)
+    own = logits.gather(-1, token_ids.unsqueeze(1))
+    # Summed as fp32, which is exact up to 2^24, because a CPU adds integers much more slowly.
+    ranks = (logits > own).sum(dim=-1, keepdim=True, dtype=torch.float32).int() + 1
+    values = torch.cat((own, top_values), dim=-1)
+    return torch.cat((ranks, (values - total).view(torch.int32), top_ids.int()), dim=-1)
 
 
 def unpack_logprobs(packed: Tensor, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs | None]:
     """The answers, one per row of what `pack_logprobs` gave; None where the row's logits are not finite."""
-    num_top = (packed.shape[1] - 1) // 2
+    num_top = packed.shape[1] // 2 - 1
     on_host = packed.cpu()
-    logprobs: list[list[float]] = on_host[:, : 1 + num_top].contiguous().view(torch.float32).tolist()
-    top_ids: list[list[int]] = on_host[:, 1 + num_top :].tolist()
-    rows = zip(queries, logprobs, top_ids, strict=True)
-    return [None if isnan(values[0]) else _entry(query, values, ids) for query, values, ids in rows]
+    ranks: list[int] = on_host[:, 0].tolist()
+    logprobs: list[list[float]] = on_host[:, 1 : 2 + num_top].contiguous().view(torch.float32).tolist()
+    top_ids: list[list[int]] = on_host[:, 2 + num_top :].tolist()
+    rows = zip(queries, ranks, logprobs, top_ids, strict=True)
+    return [None if isnan(values[0]) else _entry(query, rank, values, ids) for query, rank, values, ids in rows]
 
 
-def _entry(query: LogprobQuery, logprobs: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:
+def _entry(query: LogprobQuery, rank: int, logprobs: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:
     top = zip(top_ids[: query.num_top], logprobs[1 : 1 + query.num_top], strict=True)
-    return TokenLogprobs(query.token_id, logprobs[0], tuple(top))
+    return TokenLogprobs(query.token_id, logprobs[0], tuple(top), rank)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
@@ -22,6 +25,8 @@ from miniserve.runner.sampler import Sampler
 # rows, of which only the logprobs stay.
 _PROMPT_ROWS_PER_SLICE = 128
 _NOT_FINITE = "the model's logits are not finite"
+_NOTHING_ALLOWED = f"{_NOT_FINITE}, or the grammar allows nothing that the request does"
+_NO_MASKS: Mapping[str, NDArray[np.int32]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +79,24 @@ class ModelRunner:
         return StepLogits(self._logits(hidden[inputs.sample_rows]), self._prompt_logprobs(step, inputs, hidden))
 
     @torch.inference_mode()
-    def sample(self, step: SchedulerOutput, computed: StepLogits) -> RunnerOutput:
+    def sample(
+        self, step: SchedulerOutput, computed: StepLogits, masks: Mapping[str, NDArray[np.int32]] = _NO_MASKS
+    ) -> RunnerOutput:
         """Choose the next token of each request that samples, from what `execute` gave.
 
-        A request whose logits are not finite gets an error; the others are served as if it were not there.
+        A request whose logits are not finite, or whose mask allows nothing, gets an error; the others are served as if
+        it were not there.
+
+        Args:
+            step: the one that was executed, or a part of it.
+            computed: its logits.
+            masks: by request id, what its grammar allows, as in `SampleRow`; who is not there is free.
         """
         items = [item for item in step.scheduled if item.samples]
-        token_ids = self.sampler.sample(computed.logits, [_sample_row(item) for item in items]) if items else []
+        rows = [_sample_row(item, masks.get(item.request_id)) for item in items]
+        token_ids = self.sampler.sample(computed.logits, rows) if rows else []
         logprobs = self._logprobs(items, computed.logits, token_ids)
-        sampled = iter([_sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)])
+        sampled = iter([_sampled(token_id, logprobs.get(i), rows[i]) for i, token_id in enumerate(token_ids)])
         results = [next(sampled) if item.samples else RunnerResult() for item in step.scheduled]
         for index, entries in computed.prompt_logprobs.items():
             results[index] = _with_prompt_logprobs(results[index], entries)
@@ -138,13 +152,13 @@ class ModelRunner:
         return torch.tensor([query.row for query in queries], device=self.device)
 
 
-def _sample_row(item: ScheduledRequest) -> SampleRow:
+def _sample_row(item: ScheduledRequest, mask: NDArray[np.int32] | None) -> SampleRow:
     start = item.num_prompt_tokens
     position = item.end - start
     if not item.sampling.has_penalties:
-        return SampleRow(item.sampling, position, item.banned_ids)
+        return SampleRow(item.sampling, position, item.banned_ids, mask=mask)
     prompt_ids, output_ids = item.token_ids[:start], item.token_ids[start : item.end]
-    return SampleRow(item.sampling, position, item.banned_ids, prompt_ids, output_ids)
+    return SampleRow(item.sampling, position, item.banned_ids, prompt_ids, output_ids, mask)
 
 
 def _prompt_queries(item: ScheduledRequest, first_row: int) -> list[LogprobQuery]:
@@ -155,9 +169,9 @@ def _prompt_queries(item: ScheduledRequest, first_row: int) -> list[LogprobQuery
     return [LogprobQuery(row, token_id, num_top) for row, token_id in enumerate(following, start=first_row)]
 
 
-def _sampled(token_id: int | None, logprobs: TokenLogprobs | None) -> RunnerResult:
+def _sampled(token_id: int | None, logprobs: TokenLogprobs | None, row: SampleRow) -> RunnerResult:
     if token_id is None:
-        return RunnerResult(error=_NOT_FINITE)
+        return RunnerResult(error=_NOT_FINITE if row.mask is None else _NOTHING_ALLOWED)
     return RunnerResult((token_id,), () if logprobs is None else (logprobs,))
 
 

@@ -34,7 +34,9 @@ class Sampler:
             self._unseeded.manual_seed(seed)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
-        """The chosen token ids; None for a row that has NaN or +inf, or nothing but -inf: there is no choice.
+        """The chosen token ids; None where there is no choice.
+
+        That is a row that has NaN or +inf, or nothing but -inf; or one whose mask leaves nothing.
 
         Args:
             logits: fp32 [num_rows, vocab_size], as the model gave them.
@@ -46,7 +48,10 @@ class Sampler:
         if changed:
             selected = torch.tensor(changed, device=self.device)
             processed = process_logits(logits[selected], [rows[index] for index in changed])
-            chosen[selected] = processed.max(dim=-1).indices
+            best = processed.max(dim=-1)
+            chosen[selected] = best.indices
+            unmasked = torch.tensor([rows[index].mask is None for index in changed], device=self.device)
+            finite[selected] &= unmasked | best.values.isfinite()
             logits = logits.index_copy(0, selected, processed)
         random = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if random:

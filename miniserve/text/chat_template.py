@@ -1,9 +1,8 @@
 """Chat messages to the prompt text the model was trained on. Owns the Jinja environment and its rules.
 
 Templates come with checkpoints and are written for transformers: the environment offers what they find
-there, in a sandbox, because a template is code of strangers. Messages are brought to the one shape that
-every template takes before they are rendered. Does not know tokens: the caller tokenises the rendered text
-without adding special tokens, for templates write their own. What users spell like one is told apart in pieces.
+there, in a sandbox, because a template is code of strangers. Does not know tokens: the caller tokenises the rendered
+text without adding special tokens, for templates write their own. What users spell like one is told apart in pieces.
 """
 
 from __future__ import annotations
@@ -15,18 +14,30 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from miniserve.errors import CheckpointError, InvalidParameterError
+from miniserve.errors import CheckpointError, InvalidParameterError, shown
+from miniserve.text.messages import Message, normalise_messages
 from miniserve.text.spelling import Piece, SpellingMarks
 from miniserve.text.tokenizer import require_encodable
 
-Message = Mapping[str, Any]
-_PART_TYPES = ("text", "refusal")  # a model's refusal is part of the history like any text
-_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+MAX_KWARGS_SIZE = 2**16  # values, and characters of strings
+MAX_KWARGS_DEPTH = 16
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"})
+# What the same argument means where these templates come from: options of rendering, not variables.
+_FOREIGN_OPTIONS = frozenset(
+    {"chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
+    | {"return_tensors", "tokenize", "tokenizer_kwargs", "truncation"}
+)
+_SPECIAL_TOKENS = frozenset(
+    {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
+    | {"additional_special_tokens"}
+)
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # in no text, by Unicode's own rule
+_ARGUMENTS_AS_TEXT = re.compile(r"\barguments\s+is\s+string\b")
 
 
 class ChatTemplate:
@@ -36,26 +47,39 @@ class ChatTemplate:
         source: Jinja source; None where the model has no chat template: then every `render` is refused.
         special_tokens: what the template sees as bos_token, eos_token and so on.
 
+    Attributes:
+        source: as given.
+        variables: names that it reads.
+
     Raises:
         CheckpointError: `source` is not valid Jinja.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        environment = _environment()
+        self.source = source
         self._special_tokens = dict(special_tokens)
-        self._template = _compile(source) if source is not None else None
+        self._template = _compile(environment, source) if source is not None else None
+        self._reserved = _OWN_VARIABLES | _FOREIGN_OPTIONS | _SPECIAL_TOKENS | {*special_tokens, *environment.globals}
+        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source or "")))
+        self._takes_broken_calls = _ARGUMENTS_AS_TEXT.search(source or "") is not None
 
     def render(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text for `messages`; arguments and errors as those of `render_pieces`."""
         pieces = self.render_pieces(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
         return "".join(piece.text for piece in pieces)
 
@@ -65,6 +89,7 @@ class ChatTemplate:
         *,
         special_spellings: re.Pattern[str] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Piece]:
@@ -75,8 +100,9 @@ class ChatTemplate:
             special_spellings: `Tokenizer.special_spellings`; what it finds in `messages` and `tools` comes back as
                 literal pieces. None finds nothing.
             add_generation_prompt: end with the header of the assistant's turn.
+            continue_final_message: end with the text of the final message, which is the assistant's.
             tools: function descriptions, for templates that know them.
-            template_kwargs: more variables for the template (`enable_thinking`, ...).
+            template_kwargs: more variables (`enable_thinking`, ...); those that the template does not read are ignored.
 
         Raises:
             InvalidParameterError: there is no template, a message is malformed, or the template refuses them.
@@ -86,23 +112,28 @@ class ChatTemplate:
                 "this model has no chat template; use completions (on the command line, omit --chat)",
                 param="messages",
             )
-        if not messages:
-            raise InvalidParameterError("messages must not be empty", param="messages")
-        variables = template_kwargs or {}
-        if taken := _OWN_VARIABLES & variables.keys():
-            raise InvalidParameterError(
-                f"chat_template_kwargs must not set {', '.join(sorted(taken))}: use the request fields of these names",
-                param="chat_template_kwargs",
-            )
-        users = {
-            "messages": [_normalise(message, f"messages[{i}]") for i, message in enumerate(messages)],
-            "tools": list(tools) if tools else None,
-        }
-        others = {"documents": None} | self._special_tokens | dict(variables)
-        marks = SpellingMarks(special_spellings, users, others, self._source)
-        prompt = self._render(others | marks.put(users) | {"add_generation_prompt": add_generation_prompt})
+        normalised = normalise_messages(messages, keep_broken_calls=self._takes_broken_calls)
+        end = _mark_end(normalised) if continue_final_message else None
+        users = {"messages": normalised, "tools": list(tools) if tools else None}
+        others = {"documents": None} | self._special_tokens | self._read_variables(template_kwargs or {})
+        marks = SpellingMarks(special_spellings, users, others, self.source)
+        marked = marks.put(users)
+        prompt = self._render(others | marked | {"add_generation_prompt": add_generation_prompt})
+        if end is not None:
+            prompt = _cut(prompt, end, marked["messages"][-1]["content"])
         require_encodable(prompt, param="messages")
         return marks.take(prompt)
+
+    def _read_variables(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the template reads."""
+        if taken := self._reserved & template_kwargs.keys():
+            raise InvalidParameterError(
+                f"chat_template_kwargs must not set {', '.join(sorted(taken))}: the server does, some of them by "
+                "request fields of these names",
+                param="chat_template_kwargs",
+            )
+        _check_json(template_kwargs)
+        return {name: value for name, value in template_kwargs.items() if name in self.variables}
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         assert self._template is not None
@@ -114,95 +145,85 @@ class ChatTemplate:
             ) from error
 
 
-# Messages in the one shape that every template takes
+def _check_json(template_kwargs: Mapping[str, Any]) -> None:
+    """Only plain data gets into a template, and not too much of it. Not recursive: it may be nested deeply."""
+    values: list[tuple[Any, int]] = [(template_kwargs, 0)]
+    size = 0
+    while values:
+        value, depth = values.pop()
+        children: list[Any] = []
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            children = [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            children = list(value)
+        elif value is not None and not isinstance(value, (bool, int, float)):
+            raise InvalidParameterError(
+                f"chat_template_kwargs must hold JSON values, got {shown(value)}", param="chat_template_kwargs"
+            )
+        size += len(children)
+        if depth > MAX_KWARGS_DEPTH or size > MAX_KWARGS_SIZE:
+            raise InvalidParameterError(
+                f"chat_template_kwargs is too large: at most {MAX_KWARGS_SIZE} values and characters, nested at most "
+                f"{MAX_KWARGS_DEPTH} deep, are allowed",
+                param="chat_template_kwargs",
+            )
+        values += [(child, depth + 1) for child in children]
 
 
-def _normalise(message: Message, where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidParameterError(f"{where}.role must be a non-empty string", param="messages")
-    result = dict(message)
-    # Models are trained on "system"; "developer" is OpenAI's newer name for it.
-    result["role"] = "system" if role == "developer" else role
-    result["content"] = _content_text(message.get("content"), f"{where}.content")
-    if "tool_calls" in result:
-        tool_calls = result.pop("tool_calls")
-        if tool_calls is not None and not isinstance(tool_calls, list):
-            raise InvalidParameterError(f"{where}.tool_calls must be a list, got {_kind(tool_calls)}", param="messages")
-        if tool_calls:
-            result["tool_calls"] = [
-                _normalise_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(tool_calls)
-            ]
-    return result
+# Ending inside the final message: a mark behind its text shows where that is in the prompt
 
 
-def _content_text(content: Any, where: str) -> str:
-    """Many templates only concatenate strings: null would print as "None", a list as Python source."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidParameterError(
-            f"{where} must be a string or a list of text parts, got {_kind(content)}", param="messages"
-        )
-    return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Put a mark behind the text of the final message; returns the mark."""
+    final = messages[-1]
+    if final["role"] != "assistant":
+        raise _not_continuable(f"its role is {shown(final['role'])}, not 'assistant'")
+    if "tool_calls" in final:
+        raise _not_continuable("it calls tools, and is complete")
+    used = {char for message in messages for char in message["content"]}
+    mark = next((char for char in _NONCHARACTERS if char not in used), None)
+    if mark is None:
+        raise _not_continuable("the messages have all of the characters U+FDD0 to U+FDEF; leave one of them out")
+    final["content"] += mark  # so it ends with something that no template trims
+    return mark
 
 
-def _part_text(part: Any, where: str) -> str:
-    if not isinstance(part, Mapping):
-        raise InvalidParameterError(f"{where} must be an object with a type, got {_kind(part)}", param="messages")
-    kind = part.get("type")
-    if kind not in _PART_TYPES:
-        shown = repr(kind[:40]) if isinstance(kind, str) else _kind(kind)
-        raise InvalidParameterError(f"{where} must be a part of type 'text', got {shown}", param="messages")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise InvalidParameterError(f"{where}.{kind} must be a string, got {_kind(text)}", param="messages")
-    return text
+def _cut(prompt: str, mark: str, content: str) -> str:
+    """`prompt` up to the mark, which `content`, the text of the final message, ends with."""
+    before, _, after = prompt.partition(mark)
+    # Templates may set reasoning and answer apart with white space; any other change would be no continuation.
+    if len(before) == len(prompt) or mark in after or not _squeezed(before + mark).endswith(_squeezed(content)):
+        raise _not_continuable("the model's chat template does not print its text as it is")
+    return before
 
 
-def _normalise_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON text; templates expect the object."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidParameterError(f"{where} must be an object with a function", param="messages")
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise InvalidParameterError(f"{where}: arguments are not valid JSON", param="messages") from error
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise InvalidParameterError(
-            f"{where}: arguments must be a JSON object, got {_kind(arguments)}", param="messages"
-        )
-    return {**call, "function": {**function, "arguments": arguments or {}}}
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
-def _kind(value: Any) -> str:
-    """JSON's name for the type of a wrong value: the value itself may be huge, or too deep to print."""
-    if isinstance(value, bool):
-        return "a boolean"
-    names: tuple[tuple[type | tuple[type, ...], str], ...] = (
-        (str, "a string"),
-        ((int, float), "a number"),
-        (Mapping, "an object"),
-        (Sequence, "a list"),
+def _not_continuable(why: str) -> InvalidParameterError:
+    return InvalidParameterError(
+        f"the final message cannot be continued: {why}; leave continue_final_message out",
+        param="continue_final_message",
     )
-    return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
 # The environment that templates are written for
 
 
-def _compile(source: str) -> jinja2.Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:

@@ -55,6 +55,7 @@ class Tokenizer:
         self._plain = _plain_backend(backend)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._ids_of_special = {added[token_id].content: token_id for token_id in sorted(self._special_ids)}
+        self._ids_of_added = {added[token_id].content: token_id for token_id in sorted(added)}
         self._added_spellings = compile_spellings(token.content for token in added.values())
         self._lstrip = frozenset(token.content for token in added.values() if token.lstrip)
         self.vocab_size = len(self._bytes)
@@ -127,7 +128,7 @@ class Tokenizer:
         ids: list[int] = []
         for index, piece in enumerate(pieces):
             if piece.literal:
-                ids += self._encode_literal(piece.text)
+                ids += self.encode_literal(piece.text)
             elif index == 0:
                 ids += self._backend.encode(piece.text, add_special_tokens=False).ids
             else:
@@ -135,12 +136,13 @@ class Tokenizer:
         before, after = self._surroundings(text) if add_special_tokens else ([], [])
         return before + ids + after
 
-    def _encode_literal(self, text: str) -> list[int]:
+    def encode_literal(self, text: str) -> list[int]:
+        """Token ids of `text` in the middle of a text, none of them special, whatever it spells."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         if len(text) == 1 or self._special_ids.isdisjoint(ids):
             return ids
         # Some vocabularies (Unigram) spell special tokens too: in parts they cannot match.
-        return self._encode_literal(text[:1]) + self._encode_literal(text[1:])
+        return self.encode_literal(text[:1]) + self.encode_literal(text[1:])
 
     def _encode_continued(self, text: str) -> list[int]:
         """Behind a literal piece: up to the next added token as plain text, from there on as always."""
@@ -177,6 +179,10 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The special token that is spelled exactly so; None if there is none."""
         return self._ids_of_special.get(text)
+
+    def added_id(self, text: str) -> int | None:
+        """The added token, special or not, that is spelled exactly so; None if there is none."""
+        return self._ids_of_added.get(text)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token rather than text."""

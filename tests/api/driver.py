@@ -11,7 +11,8 @@ from typing import Any, Self, TypeVar
 
 from miniserve.api.app import create_app
 from miniserve.config import ServerConfig
-from tests.engine.scripted import Script, make_async_engine
+from miniserve.text.chat_template import ChatTemplate
+from tests.engine.scripted import TOKENIZER, Script, make_async_engine, make_input_processor
 
 T = TypeVar("T")
 MODEL = "org/scripted"
@@ -130,11 +131,13 @@ class Api:
         config: ServerConfig | None = None,
         model_names: tuple[str, ...] = (MODEL, "alias"),
         start: bool = True,
+        template: str | None = None,
         **engine: Any,
     ) -> None:
         engine.setdefault("max_model_len", 256)
         engine.setdefault("num_blocks", 257)
         self.engine, self.model = make_async_engine(script, **engine)
+        self._template = template
         self.app = create_app(self.engine, config or ServerConfig(api_key=()), model_names)
         self._start = start
         self._runner = asyncio.Runner()
@@ -156,6 +159,18 @@ class Api:
     async def _begin(self) -> None:
         await self._lifespan.__aenter__()
         await self.engine.wait_ready()
+        if self._template is not None:
+            self._use(self._template)
+
+    def _use(self, template: str) -> None:
+        """Render conversations by it, from now on."""
+        parts = self.engine.parts
+        processor = make_input_processor(
+            max_model_len=parts.resolved.max_model_len,
+            kv_capacity_tokens=parts.engine.scheduler.kv.capacity_tokens,
+            chat_template=ChatTemplate(template, TOKENIZER.special_tokens),
+        )
+        object.__setattr__(parts, "input_processor", processor)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from miniserve.api.schemas.chat import ChatCompletion, ChatCompletionChunk
+from miniserve.api.schemas.chat import ChatCompletion
 from miniserve.config import ServerConfig
 from miniserve.core.schedule import ScheduledRequest
-from tests.api.driver import CHAT, MODEL, Answer, Api
+from tests.api.answers import join, whole
+from tests.api.driver import CHAT, MODEL, Api
 from tests.engine.scripted import EOS, PIECES, TOKENIZER, token, tokens
 
 SAID = "é你\U0001f600 “naïve” \u2028\x85 Daenerys is the Khaleesi"
@@ -22,45 +23,6 @@ def say(text: str) -> Any:
 def by_choice(item: ScheduledRequest) -> list[int]:
     """The choices of a prompt say different things: forks have ids that end in their number."""
     return [*tokens(f"I am {item.request_id.rpartition('-')[2][:2]}"), EOS]
-
-
-def join(answer: Answer) -> dict[int, dict[str, Any]]:
-    """A stream's choices, put together as a client does it; checks the rules of chunks."""
-    events = answer.events()
-    for part in ("id", "created", "model"):
-        assert len({event[part] for event in events}) == 1
-    choices: dict[int, dict[str, Any]] = {}
-    for event in events:
-        ChatCompletionChunk.model_validate(event, strict=True)
-        assert event["object"] == "chat.completion.chunk"
-        for piece in event["choices"]:
-            first = piece["index"] not in choices
-            assert ("role" in piece["delta"]) == first, "the role comes once, first"
-            choice = choices.setdefault(piece["index"], {"content": "", "logprobs": None, "finish_reason": None})
-            assert choice["finish_reason"] is None, "nothing comes after the finish reason"
-            choice["finish_reason"] = piece["finish_reason"]
-            assert piece["finish_reason"] is None or piece["delta"] == {}
-            choice["content"] += piece["delta"].get("content", "")
-            if piece["logprobs"] is not None:
-                earlier = choice["logprobs"] or {"content": []}
-                choice["logprobs"] = {"content": earlier["content"] + piece["logprobs"]["content"]}
-            if "stop_reason" in piece:
-                choice["stop_reason"] = piece["stop_reason"]
-    return choices
-
-
-def whole(answer: Answer) -> dict[int, dict[str, Any]]:
-    parsed = answer.json()
-    ChatCompletion.model_validate(parsed, strict=True)
-    return {
-        choice["index"]: {
-            "content": choice["message"]["content"],
-            "logprobs": choice["logprobs"],
-            "finish_reason": choice["finish_reason"],
-            "stop_reason": choice["stop_reason"],
-        }
-        for choice in parsed["choices"]
-    }
 
 
 def test_a_plain_answer(api: Api) -> None:
@@ -82,6 +44,7 @@ def test_a_plain_answer(api: Api) -> None:
         "completion_tokens": 3,
         "total_tokens": prompt_tokens + 3,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert api.chat(model="alias").json()["model"] == "alias"
     # The second time, the prompt's whole blocks come from the cache.

@@ -124,6 +124,43 @@ def test_echo_without_logprobs_is_the_prompt_and_the_answer(api: Api) -> None:
     assert [event["choices"][0]["text"] for event in events] == ["abc", ""]
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_tokens": 0}, {"max_tokens": 1}, {"echo": True}, {"n": 2}, {"prompt": ["a", "bc"]}], ids=str
+)
+def test_token_ids_are_in_each_choice(fields: dict[str, Any]) -> None:
+    """In a stream, the prompt's are in a choice's first chunk, whenever that comes: é is half a character at first."""
+    with Api(lambda _: [*tokens("é Hello"), EOS]) as api:
+        asked = {"prompt": "abc", "return_token_ids": True, **fields}
+        plain = api.complete(**asked).json()["choices"]
+        pieces = [event["choices"][0] for event in api.complete(**asked, stream=True).events()]
+        for choice in plain:
+            own = [piece for piece in pieces if piece["index"] == choice["index"]]
+            assert [piece.get("prompt_token_ids") for piece in own] == [
+                choice["prompt_token_ids"],
+                *[None for _ in own[1:]],
+            ]
+            assert [i for piece in own for i in piece.get("token_ids", [])] == choice["token_ids"]
+        assert {len(choice["token_ids"]) for choice in plain} == {fields.get("max_tokens", len(tokens("é Hello")) + 1)}
+
+
+def test_prompt_logprobs_are_in_each_choice(api: Api) -> None:
+    """Beside an echo, each shows as many candidates as were asked for it."""
+    for fields, num_prompt, num_echo in (
+        ({"prompt_logprobs": 2, "n": 2}, 2, None),
+        ({"prompt_logprobs": 0, "echo": True, "logprobs": 3}, 0, 3),
+        ({"prompt_logprobs": 3, "echo": True, "logprobs": 1}, 3, 1),
+    ):
+        for choice in api.complete("abc", max_tokens=1, **fields).json()["choices"]:
+            first, *others = choice["prompt_logprobs"]
+            assert first is None
+            assert [next(iter(entry)) for entry in others] == [str(token_id) for token_id in tokens("bc")]
+            assert {len(entry) for entry in others} == {max(1, num_prompt)}
+            if num_echo is not None:
+                assert len(choice["logprobs"]["top_logprobs"][1]) == num_echo
+                assert choice["logprobs"]["tokens"] == ["a", "b", "c", "Hello"]
+    assert "prompt_logprobs" not in api.complete("abc", echo=True, logprobs=1).json()["choices"][0]
+
+
 def test_no_tokens_and_no_echo(api: Api) -> None:
     [choice] = api.complete(max_tokens=0).json()["choices"]
     assert choice["text"] == "" and choice["finish_reason"] == "length"

@@ -21,7 +21,9 @@ def test_the_page_has_every_field_with_its_bounds() -> None:
         "| `n` | integer in [1, 128] |",
         "| `top_p` | number in (0, 1] |",
         "| `seed` | integer in [-2^63, 2^63 - 1] |",
-        "| `tools` | `[]` |",
+        "| `functions` | `[]` |",
+        "| `tools` | list of object (0 to 128) |",
+        "| `reasoning_effort` | ",
         "| `POST /v1/chat/completions` |",
         "| queue full (`--max-queued-requests`) | 429 | `rate_limit_error` | `queue_full` |",
     ):
@@ -43,7 +45,7 @@ def test_the_openapi_document_describes_bodies_answers_and_errors(api: Api) -> N
     assert chat["requestBody"]["required"]
     properties = schemas["ChatCompletionRequest"]["properties"]
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
-    assert properties["tools"]["enum"] == [None, []]
+    assert properties["functions"]["enum"] == [None, []]
 
 
 def _references(value: Any) -> list[str]:

@@ -160,7 +160,7 @@ class _AlwaysRaises:
     def execute(self, step: Any) -> Any:
         raise ValueError("secret /root/path")
 
-    def sample(self, step: Any, logits: Any) -> Any:
+    def sample(self, step: Any, logits: Any, masks: Any = None) -> Any:
         raise AssertionError
 
 

@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from miniserve.api.logprobs import MIN_LOGPROB, ChatLogprobs, CompletionLogprobs, Entry, token_text
+from miniserve.api.logprobs import (
+    MIN_LOGPROB,
+    ChatLogprobs,
+    CompletionLogprobs,
+    Entry,
+    format_prompt_logprobs,
+    token_text,
+)
 from miniserve.outputs import TokenLogprobs
 from tests.engine.scripted import EOS, TOKENIZER, token, tokens
 
@@ -68,3 +75,21 @@ def test_a_bos_that_is_not_in_the_prompts_text_moves_no_offset() -> None:
     formatted = formatter.format([*prompt, *entries([token("c"), token("d")])])
     assert formatted["text_offset"] == [0, 0, 1, 2, 3]
     assert formatted["token_logprobs"][0] is None and formatted["top_logprobs"][0] is None
+
+
+def test_prompt_logprobs_are_by_token_id_with_ranks() -> None:
+    a, b, half = token("a"), token("b"), tokens("é")[0]
+    prompt: list[Entry] = [
+        (a, None),
+        (b, TokenLogprobs(b, -3.5, ((a, -0.1), (half, -0.2)), rank=7)),
+        (a, TokenLogprobs(a, -0.1, ((a, -0.1), (b, -INFINITY)))),
+    ]
+    first, second, third = format_prompt_logprobs(prompt, 2, TOKENIZER)
+    assert first is None
+    assert second == {
+        str(b): {"logprob": -3.5, "rank": 7, "decoded_token": "b"},
+        str(a): {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+        str(half): {"logprob": -0.2, "rank": 2, "decoded_token": "\\xc3"},
+    }
+    assert third is not None and list(third) == [str(a), str(b)] and third[str(b)]["logprob"] == MIN_LOGPROB
+    assert list(format_prompt_logprobs(prompt, 0, TOKENIZER)[1] or {}) == [str(b)]

@@ -9,6 +9,7 @@ from miniserve.api.schemas.fields import CHAT_REFUSED, COMPLETIONS_REFUSED, IGNO
 from tests.api.driver import CHAT, COMPLETIONS, HELLO, Api
 
 BIG = 2**63
+FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 # field -> values at the edges of what is allowed, and just beyond
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 0.0, 1e-9, 2, None], [-0.1, 2.1, "0.5", True, [], {}, 10**400]),
@@ -38,11 +39,83 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "stream": ([False, None], ["true", 1]),
     "stream_options": ([None], [{}, {"include_usage": True}, [], "x"]),
     "model": (["alias", None], [1, ["alias"]]),
+    "response_format": (
+        [{"type": "text"}, None],
+        [
+            "json",
+            {},
+            [],
+            1,
+            {"type": "xml"},
+            {"type": ["text"]},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": []},
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}},
+            {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}},
+            {"type": "json_schema", "json_schema": {"name": "", "schema": {}}},
+            {"type": "json_object", "schema": []},
+        ],
+    ),
+    "structured_outputs": (
+        [None],
+        [
+            {},
+            "x",
+            [],
+            {"json": None},
+            {"json": 5},
+            {"json": "{"},
+            {"json": "[]"},
+            {"regex": ""},
+            {"regex": 1},
+            {"choice": []},
+            {"choice": "ab"},
+            {"choice": ["a", ""]},
+            {"choice": ["a", 1]},
+            {"grammar": {}},
+            {"json_object": "yes"},
+            {"regex": "a", "choice": ["a"]},
+            {"regex": "a" * (2**17 + 1)},
+        ],
+    ),
+    "prompt_logprobs": ([0, 20, None], [-1, 21, "1", True, 1.0]),
+    "return_token_ids": ([True, False, None], ["true", 1]),
+    "truncate_prompt_tokens": ([-1, 1, 2**31 - 1, None], [0, -2, "1", 1.0, True, 2**31]),
+    "cache_salt": (["a", "\U0001f600" * 256, None], ["", "a" * 257, 1, ["a"]]),
+    "priority": ([0, None], ["1", 1.0, True, 2**31, -(2**31) - 1]),
 }
 ONLY_CHAT: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([True, False, None], [1, "true"]),
     "max_tokens": ([1], [0]),
     "max_completion_tokens": ([1, 20, None], [0, -1, 2**31, "1", 1.0]),
+    "tools": (
+        [[], None],  # others take more room than this context has
+        [
+            "f",
+            {},
+            [1],
+            [{}],
+            [{"type": "function"}],
+            [{"type": "custom", "custom": {"name": "f"}}],
+            [{"type": "function", "function": {"name": ""}}],
+            [{"type": "function", "function": {"name": "f g"}}],
+            [{"type": "function", "function": {"name": "f", "parameters": []}}],
+            [{"type": "function", "function": {"name": "f", "strict": 1}}],
+            [FUNCTION, FUNCTION],
+            [FUNCTION] * 129,
+        ],
+    ),
+    "tool_choice": (
+        ["none", "auto", None],
+        ["required", "any", "", 1, [], {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
+    ),
+    "parallel_tool_calls": ([True, False, None], ["true", 1]),
+    "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", None], ["", "huge", 1, True, []]),
+    "include_reasoning": ([True, False, None], ["true", 1]),
+    "chat_template_kwargs": ([{}, {"nobody_reads_this": [1, {"a": None}]}, None], [[], "x", 1, {"messages": []}]),
+    "add_generation_prompt": ([True, False, None], ["true", 1]),
+    "continue_final_message": ([False, None], ["true", 1, True]),
     "messages": (
         [
             [{"role": "developer", "content": "a"}],
@@ -162,6 +235,35 @@ def test_min_tokens_over_max_tokens(api: Api) -> None:
     assert api.complete(max_tokens=2, min_tokens=3).error["param"] == "min_tokens"
 
 
+def test_fields_that_exclude_each_other(api: Api) -> None:
+    answer = api.chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    assert answer.status == 400 and "response_format and structured_outputs" in answer.error["message"]
+    assert (
+        api.chat(response_format={"type": "text"}, structured_outputs={"choice": []})
+        .error["message"]
+        .startswith("structured_outputs")
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for path in (CHAT, "/tokenize"):
+        both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+        assert "exclude each other" in api.post(path, both).error["message"]
+        assert api.post(path, both | {"add_generation_prompt": None}).status == 200
+    for path, needed in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "a"})):
+        streamed = api.post(path, {**needed, "prompt_logprobs": 1, "stream": True})
+        assert streamed.status == 400 and streamed.error["param"] == "prompt_logprobs"
+
+
+def test_what_structured_outputs_cannot_do_is_named(api: Api) -> None:
+    for key in ("structural_tag", "whitespace_pattern", "disable_fallback"):
+        answer = api.chat(structured_outputs={"regex": "a", key: True})
+        assert answer.error["code"] == "unsupported_parameter" and key in answer.error["message"]
+
+
+def test_priority_needs_its_scheduling_policy(api: Api) -> None:
+    answer = api.chat(priority=1)
+    assert answer.error["param"] == "priority" and "--scheduling-policy" in answer.error["message"]
+
+
 def test_stream_options_without_a_stream(api: Api) -> None:
     options = {"include_usage": True}
     for answer in (
@@ -193,7 +295,7 @@ def test_what_is_not_implemented_is_refused_by_name(
 
 
 def test_true_is_not_one_and_one_is_not_true() -> None:
-    assert Refused("priority", (0,)).allows(0.0) and not Refused("priority", (0,)).allows(False)
+    assert Refused("typical_p", (1,)).allows(1.0) and not Refused("typical_p", (1,)).allows(True)
     assert not Refused("echo", (False,)).allows(0)
 
 
@@ -217,10 +319,7 @@ def test_every_field_of_the_sdk_is_taken_or_refused_by_name(api: Api) -> None:
         "functions": [{"name": "f"}],
         "modalities": ["text", "audio"],
         "prediction": {"type": "content", "content": "a"},
-        "reasoning_effort": "low",
-        "response_format": {"type": "json_object"},
-        "tool_choice": "required",
-        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
         "web_search_options": {},
     }
     for name, value in sdk_fields.items():

@@ -74,7 +74,7 @@ class _Fails:
             raise ValueError("secret")
         self._left -= 1
 
-    def sample(self, step: Any, logits: Any) -> Any:
+    def sample(self, step: Any, logits: Any, masks: Any = None) -> Any:
         token_ids = tuple(tokens("."))
         return RunnerOutput(tuple(RunnerResult(token_ids if item.samples else ()) for item in step.scheduled))
 

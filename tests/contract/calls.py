@@ -112,6 +112,7 @@ class Answer:
         logprobs: per choice the entries of all chunks: chat's `content`, or the four lists of a completion as rows.
         chunks: of a stream, its events as JSON; of a plain answer, nothing.
         pieces: of a stream, the text of each chunk, per choice.
+        reasonings, tool_calls: of a chat, per choice; calls as (name, arguments).
     """
 
     id: str
@@ -123,6 +124,8 @@ class Answer:
     usage: dict[str, Any]
     chunks: list[dict[str, Any]] = field(default_factory=list)
     pieces: list[list[str]] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    tool_calls: list[list[tuple[str, str]]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -153,6 +156,8 @@ class Answer:
         """What must not depend on how the answer came. Cached tokens may: the second call finds the first one's."""
         return {
             "texts": self.texts,
+            "reasonings": self.reasonings,
+            "tool_calls": self.tool_calls,
             "finish_reasons": self.finish_reasons,
             "logprobs": self.logprobs,
             "usage": {name: value for name, value in self.usage.items() if name != "prompt_tokens_details"},
@@ -170,12 +175,17 @@ def plain(response: httpx.Response) -> Answer:
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     assert isinstance(body["created"], int) and body["id"]
     check_usage(body["usage"])
-    if is_chat:
-        assert all(choice["message"]["role"] == "assistant" for choice in choices)
+    messages = [choice["message"] for choice in choices] if is_chat else []
+    for message in messages:
+        assert message["role"] == "assistant"
+        assert message.get("reasoning") == message.get("reasoning_content") != ""
+        assert message["content"] is not None or message["tool_calls"]
     return Answer(
         id=body["id"],
         model=body["model"],
-        texts=[choice["message"]["content"] if is_chat else choice["text"] for choice in choices],
+        texts=[(choice["message"]["content"] or "") if is_chat else choice["text"] for choice in choices],
+        reasonings=[message.get("reasoning", "") for message in messages],
+        tool_calls=[_calls(message.get("tool_calls", [])) for message in messages],
         finish_reasons=[choice["finish_reason"] for choice in choices],
         stop_reasons=[choice["stop_reason"] for choice in choices],
         logprobs=[None if choice["logprobs"] is None else entries_of(choice["logprobs"]) for choice in choices],
@@ -183,10 +193,21 @@ def plain(response: httpx.Response) -> Answer:
     )
 
 
+def _calls(tool_calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The calls of a message as (name, arguments), once their form is checked."""
+    ids = [call["id"] for call in tool_calls]
+    assert all(ids) and len(set(ids)) == len(ids)
+    for call in tool_calls:
+        assert set(call) == {"id", "type", "function"} and call["type"] == "function"
+        assert set(call["function"]) == {"name", "arguments"}
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in tool_calls]
+
+
 def check_usage(usage: dict[str, Any]) -> None:
     """The counts must agree with each other."""
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+    assert 0 <= usage["completion_tokens_details"]["reasoning_tokens"] <= usage["completion_tokens"]
 
 
 def entries_of(logprobs: dict[str, Any]) -> list[Any]:
@@ -252,6 +273,8 @@ def fold(response: httpx.Response, *, include_usage: bool = True) -> Answer:
         usage=usage,
         chunks=chunks,
         pieces=pieces,
+        reasonings=[_joined_reasoning(choice_parts) for choice_parts in own] if is_chat else [],
+        tool_calls=[_joined_calls(choice_parts) for choice_parts in own] if is_chat else [],
     )
 
 
@@ -272,6 +295,31 @@ def _check_choice(parts: Sequence[dict[str, Any]], *, is_chat: bool) -> None:
 def _text(part: dict[str, Any], *, is_chat: bool) -> str:
     text: str = (part["delta"].get("content") or "") if is_chat else part["text"]
     return text
+
+
+def _joined_reasoning(parts: Sequence[dict[str, Any]]) -> str:
+    """Under both names, and before the answer."""
+    deltas = [part["delta"] for part in parts]
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    places = [place for place, delta in enumerate(deltas) if "reasoning" in delta]
+    answers = [place for place, delta in enumerate(deltas) if delta.get("content") or "tool_calls" in delta]
+    assert not places or not answers or places[-1] < answers[0]
+    return "".join(deltas[place]["reasoning"] for place in places)
+
+
+def _joined_calls(parts: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """First the id, the type and the name, then the arguments, of one call after the other."""
+    calls: list[dict[str, Any]] = []
+    for delta in (part["delta"] for part in parts):
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(calls) and call["function"]["arguments"] == ""
+                calls.append({**call, "function": dict(call["function"])})
+            else:
+                assert set(call) == {"index", "function"} and call["index"] == len(calls) - 1
+                assert set(call["function"]) == {"arguments"}
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return _calls([{name: value for name, value in call.items() if name != "index"} for call in calls])
 
 
 def _joined_logprobs(parts: Sequence[dict[str, Any]]) -> list[Any] | None:

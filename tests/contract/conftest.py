@@ -1,4 +1,5 @@
-"""The servers that tests share: a real model, one that its prompts direct, and such a one with every guard on.
+"""The servers that tests share: a real model, and one that its prompts direct; of the latter also one with a template
+that knows tools and reasoning, and one with every guard on.
 
 Each must end with exit code 0 on SIGTERM: at once, not after the grace period, whatever the tests did to it.
 """
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chat_templates import THINKING_WITH_TOOLS
 from tests.contract.calls import Server
 from tests.contract.process import ServerProcess
 
@@ -42,6 +44,16 @@ def real() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def scripted() -> Iterator[Server]:
     with ServerProcess(*SCRIPTED_FLAGS, command=SCRIPTED) as process, Server(process, "scripted") as server:
+        yield server
+        check_end(server)
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(THINKING_WITH_TOOLS)
+    flags = (*SCRIPTED_FLAGS, "--chat-template", str(template), "--scheduling-policy", "priority")
+    with ServerProcess(*flags, command=SCRIPTED) as process, Server(process, "scripted") as server:
         yield server
         check_end(server)
 

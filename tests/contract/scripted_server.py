@@ -2,7 +2,8 @@
 
     python -m tests.contract.scripted_server --port 0
 
-Takes the flags of `serve`. A prompt without a directive is answered with itself; directives stand in the prompt:
+Takes the flags of `serve`, `--chat-template` among them. A prompt without a directive is answered with itself;
+directives stand in the prompt, and the last one of a kind counts:
 
     <<say TEXT>>      answer TEXT
     <<bytes HEX>>     answer these bytes, one token each, whether they are UTF-8 or not
@@ -14,7 +15,8 @@ Takes the flags of `serve`. A prompt without a directive is answered with itself
     <<error N>>       the model has no answer (not a number) at token N
     <<die N>>         the scheduler itself fails at token N: the engine cannot go on
 
-One token a byte, but for the pieces of `tests.engine.scripted`. An answer ends with the end token.
+One token a byte, but for the pieces of `tests.engine.scripted`. An answer ends with the end token. Under a grammar,
+a token that it forbids is replaced by one that it allows, which closes what is open as soon as it can.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ import re
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 import miniserve.engine.build
 from miniserve.cli import main
@@ -133,20 +138,31 @@ class DirectedRunner:
                 raise RuntimeError("a secret of the engine at 0x7f00deadbeef")
         return None
 
-    def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
+    def sample(
+        self, step: SchedulerOutput, logits: Any, masks: Mapping[str, Any] = MappingProxyType({})
+    ) -> RunnerOutput:
         """The next token of each answer."""
-        return RunnerOutput(tuple(self._result(item) for item in step.scheduled))
+        return RunnerOutput(tuple(self._result(item, masks.get(item.request_id)) for item in step.scheduled))
 
-    def _result(self, item: ScheduledRequest) -> RunnerResult:
+    def _result(self, item: ScheduledRequest, mask: Any) -> RunnerResult:
         script, position, number = self._scripts.of(item), _position(item), item.sampling.logprobs
         if position is not None and position == script.error_at:
             return RunnerResult(error="the logits are not finite")
-        token_ids = () if position is None else (script.token(position, item.banned_ids),)
+        token_ids = () if position is None else (_allowed(script.token(position, item.banned_ids), mask),)
         return RunnerResult(
             token_ids,
             logprobs=() if number is None else tuple(scripted_logprobs(token_id, number) for token_id in token_ids),
             prompt_logprobs=_prompt_logprobs(item) if item.wants_prompt_logprobs else (),
         )
+
+
+def _allowed(token_id: int, mask: Any) -> int:
+    """The token, or one in place of it that the mask allows."""
+    if mask is None:
+        return token_id
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    ways_out = (EOS, *(TOKENIZER_BYTES[byte] for byte in b'"}],:{['))
+    return next((choice for choice in (token_id, *ways_out) if bits[choice]), int(bits.argmax()))
 
 
 def _wait(script: Script) -> None:
@@ -183,6 +199,7 @@ def build_scripted(
 ) -> EngineParts:
     """In place of `build_engine`."""
     scripts = Scripts()
+    template = TEMPLATE if asked.chat_template is None else Path(asked.chat_template).read_text()
     num_blocks = asked.num_kv_blocks or asked.max_num_seqs * -(-asked.max_model_len // asked.block_size) + 1
     kv = KVCacheManager(num_blocks, asked.block_size, asked.prefix_caching)
     scheduler = MortalScheduler(
@@ -200,7 +217,8 @@ def build_scripted(
             max_model_len=asked.max_model_len,
             kv_capacity_tokens=kv.capacity_tokens,
             eos_token_ids=frozenset({EOS}),
-            chat_template=ChatTemplate(TEMPLATE, TOKENIZER.special_tokens),
+            chat_template=ChatTemplate(template, TOKENIZER.special_tokens),
+            priorities=asked.scheduling_policy == "priority",
         ),
         resolved=ResolvedConfig(
             device="cpu",

@@ -12,7 +12,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
     COMPLETIONS: {"prompt": "Hi"},
 }
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "user": ("me", None),
@@ -54,11 +53,12 @@ HARMLESS_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"], None),
     "audio": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None,),
+    "reasoning_effort": (None, "low", "high", "none"),
+    "include_reasoning": (True, False, None),
     "web_search_options": (None,),
-    "chat_template_kwargs": ({}, None),
+    "chat_template_kwargs": ({}, None, {"enable_thinking": False}),
     "continue_final_message": (False, None),
-    "add_generation_prompt": (True, None),
+    "add_generation_prompt": (True, False, None),  # this template knows no such header
     "max_completion_tokens": (None,),
     "logprobs": (None, False),
     "top_logprobs": (None,),
@@ -76,17 +76,10 @@ CASES_HARMLESS = [
 ]
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-    "structured_outputs": ({"json": {}}, {"regex": "a+"}, {"choice": ["a"]}, {"grammar": "root ::= 'a'"}),
     "guided_json": ({"type": "object"},),
     "guided_regex": ("a+",),
     "guided_choice": (["a", "b"],),
     "guided_grammar": ("root ::= 'a'",),
-    "cache_salt": ("salt",),
-    "priority": (1, -1),
-    "prompt_logprobs": (0, 1),
-    "return_token_ids": (True,),
-    "truncate_prompt_tokens": (5,),
     "use_beam_search": (True,),
     "length_penalty": (0.5, 2),
     "bad_words": (["damn"],),
@@ -94,19 +87,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (["x"],),
 }
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([TOOL],),
-    "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
+    "tool_choice": ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, {"type": "custom"}),
     "functions": ([{"name": "f"}],),
     "function_call": ({"name": "f"},),
-    "reasoning_effort": ("low", "high"),
     "audio": ({"voice": "alloy", "format": "mp3"},),
     "modalities": (["text", "audio"], ["audio"]),
     "prediction": ({"type": "content", "content": "Hi"},),
     "web_search_options": ({},),
     "chat_template": ("{{ messages }}",),
-    "chat_template_kwargs": ({"enable_thinking": False},),
-    "continue_final_message": (True,),
-    "add_generation_prompt": (False,),
     "documents": ([{"text": "x"}],),
     "echo": (True,),
 }
@@ -226,7 +214,9 @@ def test_an_assistants_tool_calls_in_the_history(scripted: Server) -> None:
         {"role": "assistant", "content": "x", "tool_calls": []},
     ):
         tool = {"role": "tool", "tool_call_id": "1", "content": "42"}
-        assert "tool: 42\n" in echoed(scripted, {"role": "user", "content": "Hi"}, assistant, tool)
+        # This template knows no tools: a result is the user's, as text.
+        text = echoed(scripted, {"role": "user", "content": "Hi"}, assistant, tool)
+        assert text.endswith("user: <tool_response>\n42\n</tool_response>\n")
 
 
 def test_the_developer_is_the_system(server: Server) -> None:

@@ -58,7 +58,8 @@ def test_tokenize_refuses(scripted: Server) -> None:
     check_error(scripted.post("/tokenize", prompt="Hi", messages=messages), 400, "invalid_value")
     for field, value in (("prompt", 5), ("prompt", ["Hi"]), ("messages", []), ("messages", "Hi")):
         check_error(scripted.post("/tokenize", **{field: value}), 400, "invalid_value", field)
-    refused: dict[str, Any] = {"tools": [{}], "chat_template": "x", "chat_template_kwargs": {"a": 1}}
+    check_error(scripted.post("/tokenize", messages=messages, tools=[{}]), 400, "invalid_value", "tools")
+    refused: dict[str, Any] = {"documents": [{}], "chat_template": "x", "truncate_prompt_tokens": 1}
     for field, value in refused.items():
         response = scripted.post("/tokenize", messages=messages, **{field: value})
         check_error(response, 400, "unsupported_parameter", field)

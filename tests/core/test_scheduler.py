@@ -906,3 +906,92 @@ def test_forks_of_a_parent_that_failed_and_of_one_that_did_not_keep_their_order(
         scheduler.add(make_request(prefix, prompt, max_tokens=1), [make_request(f"{prefix}1", prompt)])
     take_in(scheduler, RunnerResult(error="broken"), RunnerResult((7,)))
     assert spans(step(scheduler)) == [("a1", 0, 6), ("b1", 4, 6)]
+
+
+# --- priorities: lower first, and within one first come first served ---
+
+
+def urgent(request_id: str, priority: int, token_ids: Sequence[int], **sampling: Any) -> Request:
+    request = make_request(request_id, token_ids, **sampling)
+    request.priority = priority
+    return request
+
+
+def test_lower_priorities_are_admitted_first() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for request_id, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0)):
+        scheduler.add(urgent(request_id, priority, [1, 2], max_tokens=1))
+    assert [spans(step(scheduler)) for _ in range(2)] == [[("c", 0, 2), ("b", 0, 2)], [("d", 0, 2), ("a", 0, 2)]]
+
+
+def test_who_is_more_urgent_has_the_budget_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(urgent("a", 1, [1, 2]))
+    assert spans(step(scheduler)) == [("a", 0, 2)]
+    scheduler.add(urgent("b", 0, range(11, 19)))
+    assert spans(step(scheduler)) == [("a", 2, 3), ("b", 0, 3)]
+    assert spans(step(scheduler)) == [("b", 3, 7)], "nothing is left for a"
+    assert spans(step(scheduler)) == [("b", 7, 8), ("a", 3, 4)]
+
+
+def test_the_least_urgent_is_preempted_and_waits_behind_the_more_urgent() -> None:
+    """First come first served would take the blocks of the newest, b."""
+    scheduler = make_scheduler(num_blocks=5, max_model_len=17)
+    a, b = urgent("a", 1, range(1, 9)), urgent("b", 0, range(11, 18))
+    scheduler.add(a)
+    step(scheduler)
+    scheduler.add(b)
+    assert spans(step(scheduler)) == [("a", 8, 9)], "b does not fit, and waits"
+    scheduler.abort("a")
+    a = urgent("a", 1, range(1, 4))
+    scheduler.add(a)
+    assert spans(step(scheduler)) == [("b", 0, 7), ("a", 0, 3)]
+    while scheduler.num_preemptions == 0:
+        output = step(scheduler)
+    assert output.preempted_ids == ("a",) and a.status is RequestStatus.WAITING and b.status is RequestStatus.RUNNING
+    scheduler.add(urgent("c", 0, [31, 32]))
+    scheduler.abort("b")
+    assert [item.request_id for item in step(scheduler).scheduled] == ["c", "a"]
+
+
+def test_an_urgent_request_takes_no_seat_of_one_that_runs() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(urgent("a", 1, [1, 2], max_tokens=2))
+    step(scheduler)
+    scheduler.add(urgent("b", 0, [3, 4]))
+    assert spans(step(scheduler)) == [("a", 2, 3)]
+    assert spans(step(scheduler)) == [("b", 0, 2)]
+
+
+def test_nobody_less_urgent_overtakes_one_that_does_not_fit() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    scheduler.add(urgent("a", 1, range(1, 9), max_tokens=2))
+    step(scheduler)
+    scheduler.add(urgent("small", 1, [31]))
+    scheduler.add(urgent("big", 0, range(11, 23)))
+    assert spans(step(scheduler)) == [("a", 8, 9)]
+    assert spans(step(scheduler)) == [("big", 0, 12), ("small", 0, 1)]
+
+
+def test_forks_follow_their_parent_before_others_of_its_priority() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    choices = make_choices(3, [1, 2, 3, 4, 5], max_tokens=1)
+    for choice in choices:
+        choice.priority = 3
+    scheduler.add(urgent("late", 5, [7]))
+    scheduler.add(choices[0], choices[1:])
+    scheduler.add(urgent("same", 3, [8], max_tokens=1))
+    scheduler.add(urgent("first", 0, [9], max_tokens=1))
+    order = [item.request_id for _ in range(3) for item in step(scheduler).scheduled]
+    assert order == ["first", "p", "p-1", "p-2", "same", "late"]
+
+
+def test_the_order_of_a_long_queue() -> None:
+    """Of so many requests, a queue that is sorted again for each would take minutes."""
+    scheduler = make_scheduler(num_blocks=1000, max_num_seqs=200, max_num_batched_tokens=1000)
+    for index in range(10_000):
+        scheduler.add(urgent(f"r{index}", index * 7 % 100, [index], max_tokens=1))
+    order: list[int] = []
+    while scheduler.has_work:
+        order += [item.token_ids[0] for item in step(scheduler).scheduled]
+    assert order == sorted(range(10_000), key=lambda index: (index * 7 % 100, index))

@@ -143,15 +143,22 @@ def _hash_of_content(runner: ShadowRunner, block_id: int) -> bytes:
     return block_hash
 
 
+def by_priority(requests: Sequence[Request]) -> list[Request]:
+    """Within a priority, the order stays."""
+    return sorted(requests, key=lambda request: request.priority)
+
+
 def check_requests(scheduler: Scheduler, live: Sequence[Request]) -> None:
     """Running and then waiting requests are those alive in their order, each with blocks for what it computed."""
-    assert [*scheduler._running, *scheduler._waiting] == list(live)
+    running, waiting = scheduler._running, list(scheduler._waiting)
+    assert running == by_priority(running) and waiting == by_priority(waiting)
+    assert by_priority([*running, *waiting]) == by_priority(live)
     assert len(scheduler._running) == scheduler.num_running <= scheduler.max_num_seqs
     for request in scheduler._running:
         assert request.status is RequestStatus.RUNNING
         assert 0 < request.num_computed_tokens < request.num_tokens
         assert len(request.block_ids) == -(-request.num_computed_tokens // scheduler.kv.block_size)
-    for request in scheduler._waiting:
+    for request in waiting:
         assert request.status is RequestStatus.WAITING
         assert request.num_computed_tokens == 0 and request.block_ids == []
     assert scheduler.num_preemptions >= sum(request.num_preemptions for request in live)
@@ -173,8 +180,9 @@ class Life:
 class SchedulerMachine(RuleBasedStateMachine):
     """Add, abort, finish, fail and step in any order; the invariants are checked after every rule.
 
-    `live` has the requests that run or queue, in the order that the scheduler promises, and `forks` those that wait for
-    their parent.
+    `live` has the requests that run or queue, those of one priority in the order that the scheduler promises, and
+    `forks` those that wait for their parent. In half of the lives all requests have one priority: first come first
+    served.
     """
 
     @initialize(
@@ -184,6 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         max_model_len=st.integers(6, 40),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        priorities=st.sampled_from([(0,), (-1, 0, 7)]),
     )
     def start(
         self,
@@ -193,7 +202,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_model_len: int,
         prefix_caching: bool,
+        priorities: tuple[int, ...],
     ) -> None:
+        self.priorities = priorities
         self.scheduler = Scheduler(
             KVCacheManager(num_blocks, block_size, prefix_caching),
             max_num_seqs=max_num_seqs,
@@ -219,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         num_choices=st.sampled_from([1, 1, 2, 4]),
         same_again=st.booleans(),
+        urgency=st.integers(0, 100),
     )
     def add(
         self,
@@ -229,6 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         same_again: bool,
         min_tokens: int,
         max_tokens: int | None,
+        urgency: int,
         **sampling: Any,
     ) -> None:
         prompt = tail
@@ -237,12 +250,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens = min_tokens if max_tokens is None else min(min_tokens, max_tokens)
         params = SamplingParams(min_tokens=min_tokens, max_tokens=max_tokens, **sampling)
         for _ in range(1 + same_again):
-            self._add(prompt, salt, params, num_choices)
+            self._add(prompt, salt, params, num_choices, self.priorities[urgency % len(self.priorities)])
 
-    def _add(self, prompt: list[int], salt: bytes, sampling: SamplingParams, num_choices: int) -> None:
+    def _add(self, prompt: list[int], salt: bytes, sampling: SamplingParams, num_choices: int, priority: int) -> None:
         without = replace(sampling, prompt_logprobs=None)
         requests = [
-            Request(f"r{self.num_added + index}", list(prompt), without if index else sampling, frozenset({EOS}), salt)
+            Request(
+                f"r{self.num_added + index}",
+                list(prompt),
+                without if index else sampling,
+                frozenset({EOS}),
+                salt,
+                priority,
+            )
             for index in range(num_choices)
         ]
         self.num_added += num_choices
@@ -269,9 +289,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = self.live.index(request)
         self.live.remove(request)
         if request.status is RequestStatus.RUNNING:
-            place = self.scheduler.num_running - 1
-        self.live[place:place] = self.forks.pop(request, [])
+            self._put_in_front(self.forks.pop(request, []))
+        else:
+            self.live[place:place] = self.forks.pop(request, [])
         return request
+
+    def _put_in_front(self, released: Sequence[Request]) -> None:
+        """Into `live`, before those of their priority that wait."""
+        for request in released:
+            behind = [
+                other
+                for other in self.live
+                if other.priority == request.priority
+                and other.status is RequestStatus.WAITING
+                and other not in released
+            ]
+            place = self.live.index(behind[0]) if behind else len(self.live)
+            self.live.insert(place, request)
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 100))
@@ -317,15 +351,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self) -> SchedulerOutput:
         scheduler = self.scheduler
-        running = {request.request_id for request in scheduler._running}
+        order = [request.request_id for request in by_priority(self.live)]
+        running = [request.request_id for request in scheduler._running]
         output = scheduler.schedule()
         ids = [item.request_id for item in output.scheduled]
-        assert ids[0] == self.live[0].request_id, "the oldest goes on in every step, so that nobody starves"
-        assert ids == [request.request_id for request in self.live if request.request_id in ids]
+        first = running[0] if running else order[0]
+        assert ids[0] == first and (len(self.priorities) > 1 or first == self.live[0].request_id), (
+            "the first goes on in every step, so that nobody starves"
+        )
+        goes_on, admitted = [[one for one in ids if (one in running) is ran] for ran in (True, False)]
+        assert goes_on == running[: len(goes_on)] and ids == [*goes_on, *admitted]
+        assert admitted == [request_id for request_id in order if request_id not in running][: len(admitted)]
         assert all(item.num_new_tokens > 0 for item in output.scheduled)
         assert output.num_tokens <= scheduler.max_num_batched_tokens
         if output.preempted_ids:
-            assert set(ids) | set(output.preempted_ids) <= running and not set(ids) & set(output.preempted_ids)
+            assert not admitted and not set(ids) & set(output.preempted_ids)
+            assert list(output.preempted_ids) == running[: -len(output.preempted_ids) - 1 : -1], "the last go first"
         for item in output.scheduled:
             self._check_item(item)
         return output
@@ -365,8 +406,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.live.remove(one.request)
                 self.old_sequences.append(one.request.token_ids)
         released = [fork for item, _ in taken for fork in self._released(item)]
-        place = self.scheduler.num_running
-        self.live[place:place] = released
+        self._put_in_front(released)
 
     def _released(self, item: ScheduledRequest) -> list[Request]:
         """The forks that no longer wait: their parent has computed its prompt, or failed."""
@@ -439,7 +479,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         num_unfinished = self.scheduler.num_running + self.scheduler.num_waiting
-        for _ in range(num_unfinished * self.max_total_tokens):  # each is the oldest for at most so many steps
+        # Each is the first for at most so many steps, twice if one more urgent comes between.
+        for _ in range(2 * num_unfinished * self.max_total_tokens):
             if not self.live:
                 break
             self._update(self._schedule())

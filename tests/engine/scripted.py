@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +23,7 @@ from miniserve.engine.engine import Engine
 from miniserve.engine.input_processor import InputProcessor
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor
-from miniserve.outputs import EngineOutput, TokenLogprobs
+from miniserve.outputs import PLAIN_TEXT, EngineOutput, OutputFormat, TokenLogprobs
 from miniserve.sampling_params import SamplingParams
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.tokenizer import Tokenizer
@@ -33,14 +34,16 @@ MAX_MODEL_LEN = 32
 Script = Mapping[str, Sequence[int]] | Callable[[ScheduledRequest], Sequence[int]]
 
 
-def make_tokenizer() -> Tokenizer:
-    """256 bytes, the pieces, <bos> and <eos>. A prompt gets no BOS."""
+def make_tokenizer(*tokens: str, special: Sequence[str] = ()) -> Tokenizer:
+    """256 bytes, the pieces, <bos> and <eos>, then `tokens` and `special` ones. A prompt gets no BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
     backend.add_special_tokens(["<bos>", "<eos>"])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in tokens])
+    backend.add_special_tokens(list(special))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     return Tokenizer(
         PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -68,6 +71,8 @@ def tokens(text: str) -> list[int]:
 class ScriptedRunner:
     """Samples token by token what the script says for each request, then "." for ever; records the steps.
 
+    Where a mask forbids that, the lowest id that it allows.
+
     Attributes:
         script: the lines by request id, or a function that finds the line of a scheduled request.
         raising: exceptions by request id: a step with that request raises it.
@@ -76,6 +81,7 @@ class ScriptedRunner:
         gate: each step waits until it is set; open at first. `entered` is set when a step has come to it.
         permits: where set, each step takes one, and waits until there is one.
         num_entered: steps that have come to the gate; one more than `steps` while one waits.
+        masks: what `sample` was given each time.
     """
 
     def __init__(self, script: Script = MappingProxyType({})) -> None:
@@ -89,6 +95,7 @@ class ScriptedRunner:
         self.entered = threading.Event()
         self.permits: threading.Semaphore | None = None
         self.num_entered = 0
+        self.masks: list[Mapping[str, Any]] = []
 
     def execute(self, step: SchedulerOutput) -> Any:
         self.num_entered += 1
@@ -102,11 +109,14 @@ class ScriptedRunner:
                 raise error
         return None
 
-    def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
-        return RunnerOutput(tuple(self._result(item) for item in step.scheduled))
+    def sample(
+        self, step: SchedulerOutput, logits: Any, masks: Mapping[str, Any] = MappingProxyType({})
+    ) -> RunnerOutput:
+        self.masks.append(masks)
+        return RunnerOutput(tuple(self._result(item, masks.get(item.request_id)) for item in step.scheduled))
 
-    def _result(self, item: ScheduledRequest) -> RunnerResult:
-        token_ids = (self._next_token(item),) if item.samples else ()
+    def _result(self, item: ScheduledRequest, mask: Any) -> RunnerResult:
+        token_ids = (_allowed(self._next_token(item), mask),) if item.samples else ()
         if token_ids and item.request_id in self.errors:
             return RunnerResult(error=self.errors[item.request_id])
         return RunnerResult(
@@ -126,6 +136,13 @@ class ScriptedRunner:
         positions = range(item.start + 1, min(item.end + 1, item.num_prompt_tokens))
         number = item.sampling.prompt_logprobs or 0
         return tuple(scripted_logprobs(item.token_ids[position], number) for position in positions)
+
+
+def _allowed(token_id: int, mask: Any) -> int:
+    if mask is None:
+        return token_id
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return token_id if token_id in allowed else int(allowed[0])
 
 
 def scripted_logprobs(token_id: int, number: int) -> TokenLogprobs:
@@ -164,6 +181,8 @@ def make_engine(
     max_model_len: int = MAX_MODEL_LEN,
     prefix_caching: bool = True,
     hooks: Sequence[MetricsHook] = (),
+    tokenizer: Tokenizer = TOKENIZER,
+    masks: Any = None,
 ) -> Engine:
     scheduler = Scheduler(
         KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching),
@@ -171,7 +190,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    return Engine(scheduler, ScriptedRunner(script), OutputProcessor(TOKENIZER), hooks)
+    return Engine(scheduler, ScriptedRunner(script), OutputProcessor(tokenizer), hooks, masks)
 
 
 def make_input_processor(
@@ -191,8 +210,12 @@ def make_input_processor(
     )
 
 
-def make_request(request_id: str, prompt: str = "abc", **sampling: Any) -> Request:
-    return make_input_processor().process_prompt(request_id, prompt, SamplingParams(**sampling))
+def make_request(
+    request_id: str, prompt: str = "abc", output_format: OutputFormat = PLAIN_TEXT, **sampling: Any
+) -> Request:
+    request = make_input_processor().process_prompt(request_id, prompt, SamplingParams(**sampling))
+    request.output_format = output_format
+    return request
 
 
 def make_choices(request_id: str, n: int, prompt: str = "abc", **sampling: Any) -> list[Request]:

@@ -11,8 +11,11 @@ import pytest
 
 from miniserve.config import EngineConfig
 from miniserve.engine.build import EngineParts, build_engine
-from miniserve.errors import ConfigError
-from miniserve.sampling_params import SamplingParams
+from miniserve.engine.options import RequestOptions
+from miniserve.errors import ConfigError, InvalidParameterError
+from miniserve.outputs import FinishReason
+from miniserve.sampling_params import SamplingParams, StructuredOutput
+from tests.chat_templates import THINKING_WITH_TOOLS
 from tests.support import tiny_model
 
 
@@ -46,6 +49,31 @@ def test_the_summary(folder: Path) -> None:
     assert re.fullmatch(r"KV cache: 9 blocks x 16 tokens = 128 tokens \(\d+\.\d\d GB\)", line)
     assert parts.backend_name == "sdpa"
     assert parts.input_processor.kv_capacity_tokens == 128
+
+
+def test_the_summary_says_how_the_model_answers(folder: Path, tmp_path: Path) -> None:
+    assert "tools: generic (the template knows none); reasoning: none" in build(folder).summary
+    path = tmp_path / "chat.jinja"
+    path.write_text(THINKING_WITH_TOOLS, encoding="utf-8")
+    assert "tools: hermes; reasoning: <think>" in build(folder, chat_template=str(path)).summary
+
+
+def test_priorities_are_for_the_policy_of_this_name(folder: Path) -> None:
+    options = RequestOptions(priority=7)
+    processor = build(folder, scheduling_policy="priority").input_processor
+    assert processor.process_prompt("r", "hi", SamplingParams(), options=options).priority == 7
+    with pytest.raises(InvalidParameterError, match="--scheduling-policy"):
+        build(folder).input_processor.process_prompt("r", "hi", SamplingParams(), options=options)
+
+
+def test_a_structured_answer(folder: Path) -> None:
+    """The compiler, the masks and the sampler know the same tokens: a random model says what it is made to."""
+    parts = build(folder)
+    sampling = SamplingParams(max_tokens=20, structured_outputs=StructuredOutput.choice(["yes, it is"]))
+    parts.engine.add(parts.input_processor.process_prompt("r", "hi", sampling))
+    outputs = [output for _ in range(12) for output in parts.engine.step()]
+    assert "".join(output.text for output in outputs) == "yes, it is"
+    assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 def test_sampling_defaults_of_the_model(folder: Path) -> None:

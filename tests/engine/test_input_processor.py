@@ -6,13 +6,33 @@ from typing import Any
 
 import pytest
 
-from miniserve.engine.input_processor import InputProcessor
+from miniserve.engine.input_processor import MAX_CUT_TEXT_LENGTH, InputProcessor
+from miniserve.engine.options import ChatOptions, RequestOptions
 from miniserve.errors import ContextLengthError, InvalidParameterError, RequestError
-from miniserve.sampling_params import SamplingParams
+from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
 from tests.engine.scripted import EOS, MAX_MODEL_LEN, PIECES, TOKENIZER, make_input_processor, tokens
 
 NUM_IDS = TOKENIZER.num_token_ids
+
+
+class Grammars:
+    """A grammar is what was asked for."""
+
+    def compile(self, asked: StructuredOutput) -> StructuredOutput:
+        return asked
+
+
+def make_processor(*, kv_capacity_tokens: int = 10_000, priorities: bool = False) -> InputProcessor:
+    return InputProcessor(
+        TOKENIZER,
+        num_token_ids=NUM_IDS,
+        max_model_len=MAX_MODEL_LEN,
+        kv_capacity_tokens=kv_capacity_tokens,
+        eos_token_ids=frozenset({EOS}),
+        grammars=Grammars(),
+        priorities=priorities,
+    )
 
 
 def refusal(prompt: Any, processor: InputProcessor | None = None, **sampling: Any) -> RequestError:
@@ -64,9 +84,9 @@ def test_special_tokens_of_the_template_are_tokens_once() -> None:
 def test_template_variables() -> None:
     template = ChatTemplate("{{ word }}{% if add_generation_prompt %}?{% endif %}", {})
     processor = make_input_processor(chat_template=template)
-    request = processor.process_chat("r", MESSAGES, SamplingParams(), template_kwargs={"word": "abc"})
+    request = processor.process_chat("r", MESSAGES, SamplingParams(), ChatOptions(template_kwargs={"word": "abc"}))
     assert request.token_ids == tokens("abc?")
-    assert processor.tokenize_chat(MESSAGES, add_generation_prompt=False) == []
+    assert processor.tokenize_chat(MESSAGES, ChatOptions(add_generation_prompt=False)) == []
 
 
 def test_tokenize() -> None:
@@ -93,6 +113,16 @@ def test_choices() -> None:
     forks[0].token_ids.append(1)
     assert request.token_ids == forks[1].token_ids == tokens("abc")
     assert processor.choices(request, 1) == [request]
+
+
+def test_choices_share_what_is_not_of_the_sampler() -> None:
+    """Bug kind: a fork without its parent's salt asked the prefix cache of everybody."""
+    processor = make_processor(priorities=True)
+    options = RequestOptions(cache_salt="tenant", priority=-3)
+    sampling = SamplingParams(structured_outputs=StructuredOutput("regex", "a"))
+    request, fork = processor.choices(processor.process_prompt("r", "abc", sampling, options=options), 2)
+    assert (fork.cache_salt, fork.priority) == (b"tenant", -3)
+    assert fork.output_format is request.output_format and fork.output_format.grammar == sampling.structured_outputs
 
 
 def test_seeds_of_choices_wrap_around() -> None:
@@ -221,3 +251,69 @@ def test_the_bound_on_the_length_of_a_text_never_exceeds_its_tokens() -> None:
     longest = max(PIECES, key=len)
     for text in (longest * 50, "a" * 100, longest):
         assert tokenizer.min_num_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+# Options of a request
+
+
+def test_a_salt_is_bytes_and_none_is_the_empty_one() -> None:
+    processor = make_input_processor()
+    for salt, expected in ((None, b""), ("é", b"\xc3\xa9")):
+        options = RequestOptions(cache_salt=salt)
+        assert processor.process_prompt("r", "abc", SamplingParams(), options=options).cache_salt == expected
+        assert processor.process_chat("r", MESSAGES, SamplingParams(), options=options).cache_salt == expected
+
+
+def test_a_priority_where_nobody_goes_by_it() -> None:
+    """Bug kind: a priority that was ignored let a client believe that it is served first."""
+    with pytest.raises(InvalidParameterError, match="--scheduling-policy priority") as caught:
+        make_processor().process_prompt("r", "abc", SamplingParams(), options=RequestOptions(priority=-1))
+    assert caught.value.param == "priority"
+    options = RequestOptions(priority=-1)
+    request = make_processor(priorities=True).process_chat("r", MESSAGES, SamplingParams(), options=options)
+    assert request.priority == -1
+    assert make_processor().process_prompt("r", "abc", SamplingParams(), options=RequestOptions(priority=0))
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz" * 4
+
+
+@pytest.mark.parametrize(
+    ("kept", "max_tokens", "capacity", "length"),
+    [(1, 4, 99, 1), (7, None, 99, 7), (-1, None, 99, 31), (-1, 4, 99, 28), (-1, 0, 99, 31), (-1, 4, 20, 19)],
+)
+def test_the_last_tokens_are_kept(kept: int, max_tokens: int | None, capacity: int, length: int) -> None:
+    processor = make_processor(kv_capacity_tokens=capacity)
+    sampling, options = SamplingParams(max_tokens=max_tokens), RequestOptions(truncate_prompt_tokens=kept)
+    expected = tokens(LETTERS[-length:])
+    assert processor.process_prompt("r", LETTERS, sampling, options=options).token_ids == expected
+    assert processor.process_prompt("r", tokens(LETTERS), sampling, options=options).token_ids == expected
+    assert processor.process_prompt("r", LETTERS[-1:], sampling, options=options).token_ids == expected[-1:]
+    conversation = [{"role": "user", "content": LETTERS}]
+    chat = processor.process_chat("r", conversation, sampling, options=options)
+    assert chat.token_ids == processor.tokenize_chat(conversation)[-length:]
+
+
+def test_what_does_not_fit_when_it_is_cut_is_refused() -> None:
+    for kept, max_tokens, param in ((40, None, "prompt"), (30, 4, "max_tokens"), (-1, 50, "prompt")):
+        options = RequestOptions(truncate_prompt_tokens=kept)
+        with pytest.raises(ContextLengthError) as caught:
+            make_processor().process_prompt("r", LETTERS, SamplingParams(max_tokens=max_tokens), options=options)
+        assert caught.value.param == param
+
+
+def test_a_text_to_be_cut_may_be_long_but_not_without_end() -> None:
+    processor, options = make_processor(), RequestOptions(truncate_prompt_tokens=3)
+    assert processor.process_prompt("r", "x" * 50_000, SamplingParams(max_tokens=4), options=options).num_tokens == 3
+    text = "x" * (MAX_CUT_TEXT_LENGTH + 1)
+    with pytest.raises(ContextLengthError, match=f"{len(text)} characters.*at most {MAX_CUT_TEXT_LENGTH}") as caught:
+        processor.process_prompt("r", text, SamplingParams(), options=options)
+    assert caught.value.param == "prompt"
+
+
+def test_a_continued_message_ends_the_prompt() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a <eos> "}]
+    chat = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    request = make_input_processor().process_chat("r", messages, SamplingParams(max_tokens=1), chat)
+    assert TOKENIZER.decode(request.token_ids) == "user: hi\nassistant: a <eos> " and EOS not in request.token_ids
+    assert make_input_processor().tokenize_chat(messages, chat) == request.token_ids

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from miniserve.engine.input_processor import Prompt
 from miniserve.engine.llm import LLM
+from miniserve.engine.openai_fields import parse_response_format
 from miniserve.errors import ContextLengthError, InternalError, InvalidParameterError
-from miniserve.outputs import FinishReason, Usage
-from miniserve.sampling_params import SamplingParams
-from tests.engine.scripted import EOS, ScriptedRunner, make_parts, scripted_logprobs, token, tokens
+from miniserve.outputs import FinishReason, ToolCall, Usage
+from miniserve.sampling_params import SamplingParams, StructuredOutput
+from miniserve.text.chat_template import ChatTemplate
+from tests.chat_templates import THINKING_WITH_TOOLS
+from tests.engine.scripted import (
+    EOS,
+    TOKENIZER,
+    ScriptedRunner,
+    make_input_processor,
+    make_parts,
+    scripted_logprobs,
+    token,
+    tokens,
+)
 
 HELLO = [token("Hello"), token(" world"), EOS]
 
@@ -160,6 +173,72 @@ def test_chat() -> None:
 def test_chat_without_messages() -> None:
     with pytest.raises(InvalidParameterError):
         make_llm().chat([[]])
+
+
+def make_thinking_llm(*lines: str) -> LLM:
+    parts = make_parts(
+        {f"offline-{n}": [*tokens(line), EOS] for n, line in enumerate(lines)}, max_model_len=1024, num_blocks=513
+    )
+    template = ChatTemplate(THINKING_WITH_TOOLS, TOKENIZER.special_tokens)
+    processor = make_input_processor(max_model_len=1024, chat_template=template)
+    return LLM.from_parts(replace(parts, input_processor=processor))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+FREE = SamplingParams(max_tokens=None)
+
+
+def test_chat_with_tools_and_reasoning() -> None:
+    llm = make_thinking_llm(f"<think>why</think>So: {CALL}", f"{CALL}{CALL}", CALL)
+    message = {"role": "user", "content": "hi"}
+    first, second = llm.chat([[message], [message]], FREE, tools=[TOOL])
+    assert (first.reasoning, first.text, first.tool_calls) == ("why", "So:", (ToolCall("f", '{"a": 1}'),))
+    assert first.usage.reasoning_tokens == len("<think>why</think>")
+    assert (second.reasoning, second.text, len(second.tool_calls)) == ("", "", 2)
+    assert TOKENIZER.decode(first.prompt_token_ids).startswith("tools: f")
+    [without] = llm.chat([message], FREE)
+    assert (without.text, without.tool_calls) == (CALL, ())
+
+
+def test_chat_options_reach_the_prompt() -> None:
+    llm = make_thinking_llm("because</think>So.", "So.", "b")
+    message = {"role": "user", "content": "hi"}
+    [opened] = llm.chat([message], FREE, chat_template_kwargs={"enable_thinking": True})
+    assert (opened.reasoning, opened.text) == ("because", "So.")
+    [closed] = llm.chat([message], FREE, reasoning_effort="none")
+    assert TOKENIZER.decode(closed.prompt_token_ids).endswith("</think>\n\n")
+    [going_on] = llm.chat([message, {"role": "assistant", "content": "a"}], FREE, continue_final_message=True)
+    assert TOKENIZER.decode(going_on.prompt_token_ids) == "user: hi\nassistant: a"
+
+
+def test_what_the_answer_looks_like_reaches_the_request() -> None:
+    """Whether it is kept to, the tests of grammars say."""
+    llm = make_llm()
+    message = {"role": "user", "content": "hi"}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}
+    requests = llm.chat_requests([message], answer_format=parse_response_format(schema))
+    assert requests[0].sampling.structured_outputs == StructuredOutput.json({"type": "array"})
+    assert requests[0].output_format.grammar is not None
+    [request] = llm.prompt_requests("abc", SamplingParams(structured_outputs=StructuredOutput.choice(["a"])))
+    assert request.output_format.grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", "f"),
+        ("tool_choice", "any"),
+        ("response_format", {"type": "xml"}),
+        ("reasoning_effort", "huge"),
+        ("chat_template_kwargs", {"messages": []}),
+    ],
+)
+def test_a_wrong_chat_option_runs_nothing(field: str, value: Any) -> None:
+    llm = make_llm(HELLO)
+    with pytest.raises(InvalidParameterError) as error:
+        llm.chat([{"role": "user", "content": "hi"}], **{field: value})
+    assert error.value.param == field and steps_of(llm) == 0
 
 
 def test_the_second_request_hits_the_prefix_cache() -> None:

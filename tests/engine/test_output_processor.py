@@ -23,9 +23,7 @@ class Generation:
         self.processor = OutputProcessor(TOKENIZER)
         self.processor.add(self.request)
 
-    def push(
-        self, *token_ids: int, end: FinishReason | None = None, stop_reason: int | None = None
-    ) -> tuple[EngineOutput, str | None]:
+    def push(self, *token_ids: int, end: FinishReason | None = None, stop_reason: int | None = None) -> EngineOutput:
         logprobs = tuple(scripted_logprobs(token_id, 2) for token_id in token_ids)
         processed = self.take(
             RequestNews(self.request, token_ids, logprobs if self.request.sampling.logprobs is not None else ()),
@@ -33,7 +31,7 @@ class Generation:
             stop_reason=stop_reason,
         )
         assert processed is not None
-        return processed.output, processed.stop
+        return processed.output
 
     def take(
         self, news: RequestNews, *, end: FinishReason | None = None, stop_reason: int | None = None
@@ -63,97 +61,97 @@ class Generation:
 def test_text_comes_with_its_token() -> None:
     generation = Generation()
     for number, text in enumerate(("Hello", " world"), start=1):
-        output, stop = generation.push(token(text))
-        assert (output.token_ids, output.text, output.finish_reason, stop) == ((token(text),), text, None, None)
+        output = generation.push(token(text))
+        assert (output.token_ids, output.text, output.finish_reason) == ((token(text),), text, None)
         assert output.usage == Usage(prompt_tokens=3, completion_tokens=number, cached_tokens=0)
 
 
 def test_eos_is_counted_and_not_shown() -> None:
     generation = Generation()
     generation.push(token("Hello"))
-    output, stop = generation.push(EOS, end=FinishReason.STOP)
-    assert (output.text, output.token_ids, output.finish_reason, stop) == ("", (EOS,), FinishReason.STOP, None)
+    output = generation.push(EOS, end=FinishReason.STOP)
+    assert (output.text, output.token_ids) == ("", (EOS,))
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
     assert output.usage == Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)
 
 
 def test_stop_token_is_not_shown() -> None:
     generation = Generation(stop_token_ids=(token("!"),))
-    output, _ = generation.push(token("a"), token("!"), end=FinishReason.STOP, stop_reason=token("!"))
+    output = generation.push(token("a"), token("!"), end=FinishReason.STOP, stop_reason=token("!"))
     assert (output.text, output.stop_reason) == ("a", token("!"))
 
 
 def test_ignored_eos_goes_on() -> None:
     generation = Generation(ignore_eos=True)
-    assert generation.push(EOS)[0].text == ""
-    assert generation.push(token("a"))[0].text == "a"
+    assert generation.push(EOS).text == ""
+    assert generation.push(token("a")).text == "a"
 
 
 def test_stop_string_across_tokens() -> None:
     """Bug: "DEF", "G", "HI" were sent before the stop string DEFGHIJ was complete."""
     generation = Generation(stop=("DEFGHIJ",))
-    shown = [generation.push(*tokens(text))[0].text for text in ("ABC", "DEF", "G", "HI")]
-    output, stop = generation.push(token("J"))
+    shown = [generation.push(*tokens(text)).text for text in ("ABC", "DEF", "G", "HI")]
+    output = generation.push(token("J"))
     assert shown == ["ABC", "", "", ""]
-    assert (output.text, output.finish_reason, output.stop_reason, stop) == (
+    assert (output.text, output.finish_reason, output.stop_reason) == (
         "",
         FinishReason.STOP,
-        "DEFGHIJ",
         "DEFGHIJ",
     )
 
 
 def test_held_text_comes_when_it_turns_out_harmless() -> None:
     generation = Generation(stop=("STOP",))
-    assert generation.push(token("ST"))[0].text == ""
-    assert generation.push(token("A"))[0].text == "STA"
+    assert generation.push(token("ST")).text == ""
+    assert generation.push(token("A")).text == "STA"
 
 
 def test_text_before_a_stop_string_in_the_same_token() -> None:
     """Bug: a token that held text and the stop string was dropped as a whole."""
     generation = Generation(stop=("STOP",))
-    output, stop = generation.push(token("see STOP here"))
-    assert (output.text, stop) == ("see ", "STOP")
+    output = generation.push(token("see STOP here"))
+    assert (output.text, output.stop_reason) == ("see ", "STOP")
 
 
 def test_the_prompt_does_not_match() -> None:
     """Bug: a prompt that ends with a stop string confused the matcher."""
     generation = Generation(prompt="ST", stop=("STOP",))
-    assert generation.push(token("OP"))[0].text == "OP"
+    assert generation.push(token("OP")).text == "OP"
 
 
 def test_stop_string_of_the_last_allowed_token() -> None:
     generation = Generation(stop=("STOP",), max_tokens=2)
     generation.push(token("ST"))
-    output, stop = generation.push(token("OP"), end=FinishReason.LENGTH)
-    assert (output.text, output.finish_reason, output.stop_reason, stop) == ("", FinishReason.STOP, "STOP", "STOP")
+    output = generation.push(token("OP"), end=FinishReason.LENGTH)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("", FinishReason.STOP, "STOP")
 
 
 def test_held_text_is_flushed_at_length() -> None:
     """Bug: with a stop string that began but did not end, the last words of an answer were lost."""
     generation = Generation(stop=("STOP",), max_tokens=1)
-    output, stop = generation.push(token("ST"), end=FinishReason.LENGTH)
-    assert (output.text, output.finish_reason, stop) == ("ST", FinishReason.LENGTH, None)
+    output = generation.push(token("ST"), end=FinishReason.LENGTH)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("ST", FinishReason.LENGTH, None)
 
 
 def test_held_text_is_flushed_at_eos() -> None:
     generation = Generation(stop=("STOP",))
     generation.push(token("ST"))
-    output, stop = generation.push(EOS, end=FinishReason.STOP)
-    assert (output.text, output.finish_reason, stop) == ("ST", FinishReason.STOP, None)
+    output = generation.push(EOS, end=FinishReason.STOP)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("ST", FinishReason.STOP, None)
 
 
 def test_half_a_character_at_the_end_is_one_replacement() -> None:
     generation = Generation()
     half = tokens("𠀀")[:3]
-    assert [generation.push(token_id)[0].text for token_id in half[:2]] == ["", ""]
-    assert generation.push(half[2], end=FinishReason.LENGTH)[0].text == "\ufffd"
+    assert [generation.push(token_id).text for token_id in half[:2]] == ["", ""]
+    assert generation.push(half[2], end=FinishReason.LENGTH).text == "\ufffd"
 
 
 def test_half_a_character_that_completes_a_stop_string() -> None:
     generation = Generation(stop=("a\ufffd",))
-    assert generation.push(token("a"))[0].text == ""
-    output, stop = generation.push(tokens("é")[0], end=FinishReason.LENGTH)
-    assert (output.text, output.finish_reason, stop) == ("", FinishReason.STOP, "a\ufffd")
+    assert generation.push(token("a")).text == ""
+    output = generation.push(tokens("é")[0], end=FinishReason.LENGTH)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("", FinishReason.STOP, "a\ufffd")
 
 
 def test_abort_drops_what_was_held_back() -> None:
@@ -167,9 +165,9 @@ def test_abort_drops_what_was_held_back() -> None:
 def test_timing() -> None:
     generation = Generation()
     generation.processor.scheduled(generation.step())
-    first = generation.push(token("a"))[0].timing
+    first = generation.push(token("a")).timing
     generation.processor.scheduled(generation.step())
-    last = generation.push(EOS, end=FinishReason.STOP)[0].timing
+    last = generation.push(EOS, end=FinishReason.STOP).timing
     assert first is not None and first.queue is not None and first.first_token is not None
     assert last is not None and (last.queue, last.first_token) == (first.queue, first.first_token)
     assert 0 < first.queue <= first.first_token <= first.total <= last.total < 60
@@ -214,7 +212,7 @@ def test_an_error_is_the_last_output() -> None:
 def test_each_counted_token_has_logprobs() -> None:
     """Also the one that ended the request and leaves no text."""
     generation = Generation(logprobs=2)
-    outputs = [generation.push(token("a"))[0], generation.push(EOS, end=FinishReason.STOP)[0]]
+    outputs = [generation.push(token("a")), generation.push(EOS, end=FinishReason.STOP)]
     assert [output.logprobs for output in outputs] == [
         (scripted_logprobs(token("a"), 2),),
         (scripted_logprobs(EOS, 2),),
@@ -232,11 +230,11 @@ def test_prompt_logprobs_come_once_and_whole() -> None:
     processed = generation.take(news)
     assert processed is not None
     assert processed.output.prompt_logprobs == (None, *(scripted_logprobs(token(char), 1) for char in "bcdefgh"))
-    assert generation.push(token("y"))[0].prompt_logprobs is None
+    assert generation.push(token("y")).prompt_logprobs is None
 
 
 def test_prompt_logprobs_of_one_token() -> None:
-    assert Generation(prompt="a", prompt_logprobs=0).push(token("x"))[0].prompt_logprobs == (None,)
+    assert Generation(prompt="a", prompt_logprobs=0).push(token("x")).prompt_logprobs == (None,)
 
 
 def test_a_prompt_alone() -> None:
@@ -251,32 +249,32 @@ def test_a_prompt_alone() -> None:
 
 
 def test_no_prompt_logprobs_unless_asked_for() -> None:
-    assert Generation().push(token("x"))[0].prompt_logprobs is None
+    assert Generation().push(token("x")).prompt_logprobs is None
 
 
 def test_special_tokens_are_shown_on_request() -> None:
     generation = Generation(ignore_eos=True, skip_special_tokens=False)
-    assert generation.push(EOS)[0].text == "<eos>"
+    assert generation.push(EOS).text == "<eos>"
 
 
 def test_min_tokens_holds_for_stop_strings() -> None:
     generation = Generation(stop=("STOP",), min_tokens=3)
-    assert generation.push(token("ST"))[1] is None
-    output, stop = generation.push(token("OP"))
-    assert (output.text, stop) == ("STOP", None)
-    output, stop = generation.push(token("see STOP here"))
-    assert (output.text, output.finish_reason, stop) == ("see ", FinishReason.STOP, "STOP")
+    assert generation.push(token("ST")).finish_reason is None
+    output = generation.push(token("OP"))
+    assert (output.text, output.finish_reason) == ("STOP", None)
+    output = generation.push(token("see STOP here"))
+    assert (output.text, output.finish_reason, output.stop_reason) == ("see ", FinishReason.STOP, "STOP")
 
 
 def test_the_stop_string_is_shown_on_request() -> None:
     generation = Generation(stop=("STOP",), include_stop_str_in_output=True)
-    output, stop = generation.push(token("see STOP here"))
-    assert (output.text, output.stop_reason, stop) == ("see STOP", "STOP", "STOP")
+    output = generation.push(token("see STOP here"))
+    assert (output.text, output.stop_reason) == ("see STOP", "STOP")
 
 
 def test_the_stop_token_is_shown_on_request() -> None:
     generation = Generation(stop_token_ids=(token("!"),), include_stop_str_in_output=True)
-    output, _ = generation.push(token("a"), token("!"), end=FinishReason.STOP, stop_reason=token("!"))
+    output = generation.push(token("a"), token("!"), end=FinishReason.STOP, stop_reason=token("!"))
     assert (output.text, output.stop_reason) == ("a!", token("!"))
 
 
@@ -286,13 +284,13 @@ def test_a_stop_string_that_is_a_special_token(include: bool, text: str) -> None
     generation = Generation(stop=("<bos>",), include_stop_str_in_output=include, skip_special_tokens=True)
     bos = TOKENIZER.special_id("<bos>")
     assert bos is not None and generation.request.sampling.stop_token_ids == (bos,)
-    output, stop = generation.push(token("a"), bos, end=FinishReason.STOP, stop_reason=bos)
-    assert (output.text, output.stop_reason, stop) == (text, "<bos>", None)
+    output = generation.push(token("a"), bos, end=FinishReason.STOP, stop_reason=bos)
+    assert (output.text, output.stop_reason) == (text, "<bos>")
 
 
 def test_eos_is_never_shown_as_a_stop() -> None:
     generation = Generation(include_stop_str_in_output=True)
-    output, _ = generation.push(token("a"), EOS, end=FinishReason.STOP)
+    output = generation.push(token("a"), EOS, end=FinishReason.STOP)
     assert (output.text, output.stop_reason) == ("a", None)
 
 

@@ -33,8 +33,17 @@ def by_the_book(logits: list[float], row: SampleRow) -> list[float]:
         score -= sampling.frequency_penalty * count
         if count > 0:
             score -= sampling.presence_penalty
-        scores.append(score)
+        scores.append(score if is_allowed(row, token_id) else -inf)
     return scores
+
+
+def is_allowed(row: SampleRow, token_id: int) -> bool:
+    return row.mask is None or bool(int(row.mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def mask_of(*token_ids: int, num_words: int = 1) -> np.ndarray:
+    words = [sum(1 << token_id % 32 for token_id in set(token_ids) if token_id // 32 == i) for i in range(num_words)]
+    return np.array(words, np.uint32).view(np.int32)
 
 
 @st.composite
@@ -51,6 +60,7 @@ def sample_rows(draw: st.DrawFn) -> SampleRow:
         banned_ids=draw(st.frozensets(TOKEN_IDS, max_size=4)),
         prompt_ids=draw(st.lists(TOKEN_IDS, max_size=20)),
         output_ids=draw(st.lists(TOKEN_IDS, max_size=20)),
+        mask=draw(st.none() | st.sets(TOKEN_IDS).map(lambda token_ids: mask_of(*token_ids))),
     )
 
 
@@ -81,6 +91,42 @@ def test_against_a_loop_over_the_tokens(rows: list[SampleRow], seed: int) -> Non
 )
 def test_who_changes_logits(sampling: dict[str, Any], banned_ids: frozenset[int], changes: bool) -> None:
     assert SampleRow(SamplingParams(**sampling), 0, banned_ids).changes_logits is changes
+
+
+def test_a_mask_changes_logits() -> None:
+    assert SampleRow(SamplingParams(), 0, mask=mask_of(*range(VOCAB_SIZE))).changes_logits
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 64, 70])
+def test_a_mask_of_any_length(vocab_size: int) -> None:
+    """Its last word may be shorter than the vocabulary's, or hold more than that; every bit has its place."""
+    mask = mask_of(0, 30, 31, 32, 63, 64, 69, 95, num_words=3)
+    processed = process_logits(torch.zeros(1, vocab_size), [SampleRow(SamplingParams(), 0, mask=mask)])
+    kept = np.flatnonzero(np.isfinite(processed[0].numpy())).tolist()
+    assert kept == [token_id for token_id in (0, 30, 31, 32, 63, 64, 69) if token_id < vocab_size]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.9}])
+def test_what_a_mask_forbids_is_never_chosen(sampling: dict[str, Any]) -> None:
+    """Whatever its logit and its bias; and the mask is left as it was."""
+    logits = torch.arange(float(VOCAB_SIZE)).expand(100, -1)
+    mask = mask_of(2, 3, 5)
+    row = SampleRow(SamplingParams(logit_bias={11: 100.0, 3: -5.0}, **sampling), 0, frozenset({5}), mask=mask)
+    chosen = Sampler(CPU, 0).sample(logits, [row] * 100)
+    assert set(chosen) <= {2, 3} and chosen.count(2) > 50
+    assert mask.tolist() == [0b101100]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5, "seed": 1}])
+def test_a_mask_that_leaves_nothing_is_no_choice(sampling: dict[str, Any]) -> None:
+    """Token 0 would be an answer that nobody asked for. The neighbours have their choice."""
+    params = SamplingParams(**sampling)
+    nothing = SampleRow(params, 0, mask=mask_of())
+    banned = SampleRow(params, 0, frozenset({4}), mask=mask_of(4))
+    fine = SampleRow(params, 0, mask=mask_of(4))
+    logits = torch.zeros(5, VOCAB_SIZE)
+    logits[4, 4] = -inf
+    assert Sampler(CPU, 0).sample(logits, [nothing, fine, banned, fine, fine]) == [None, 4, None, 4, None]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_against_log_softmax_in_double_precision(vocab_size: int, scale: float) 
     for query, entry in zip(queries, logprobs(logits, queries), strict=True):
         assert entry is not None and entry.token_id == query.token_id
         assert entry.logprob == pytest.approx(float(expected[query.row, query.token_id]), abs=1e-5, rel=1e-6)
+        assert entry.rank == 1 + int((logits[query.row] > logits[query.row, query.token_id]).sum())
         top = expected[query.row].topk(min(query.num_top, vocab_size))
         assert [token_id for token_id, _ in entry.top] == top.indices.tolist()
         assert [logprob for _, logprob in entry.top] == pytest.approx(top.values.tolist(), abs=1e-5, rel=1e-6)
@@ -36,6 +37,12 @@ def test_token_ids_survive_the_transfer() -> None:
     logits[0, 200_001], logits[0, 17] = 9.0, 8.0
     [entry] = logprobs(logits, [LogprobQuery(0, 200_001, 2)])
     assert entry is not None and [token_id for token_id, _ in entry.top] == [200_001, 17]
+
+
+def test_equals_share_a_rank() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -inf]])
+    entries = [logprobs(logits, [LogprobQuery(0, token_id, 0)])[0] for token_id in range(5)]
+    assert [entry.rank for entry in entries if entry is not None] == [4, 1, 3, 1, 5]
 
 
 def test_a_token_that_cannot_be_is_minus_infinity() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -217,6 +218,33 @@ def test_logprobs_are_those_before_penalties_and_bans() -> None:
     [token_id], [entry] = result.token_ids, result.logprobs
     assert token_id not in (5, 6)
     check_entry(entry, token_id, logits[0].double().log_softmax(-1), 2)
+
+
+def test_masks_belong_to_requests_by_their_ids() -> None:
+    runner = tiny_runner()
+    names = ("a", "b", "c", "d")
+    items = [
+        replace(item(0, 10, [1, 2, 3], SamplingParams(temperature=0, logprobs=0)), request_id=name) for name in names
+    ]
+    items[1] = replace(items[1], samples=False)
+    logits = torch.arange(40.0).expand(3, -1)
+    masks = {
+        "a": np.array([0, 0b1], np.int32),
+        "c": np.array([0b10100, 0], np.int32),
+        "gone": np.array([1, 0], np.int32),
+    }
+    results = runner.sample(SchedulerOutput(tuple(items)), StepLogits(logits, {}), masks).results
+    assert [result.token_ids for result in results] == [(32,), (), (4,), (39,)]
+    raw = logits[0].double().log_softmax(-1)
+    for result in (results[0], results[2], results[3]):
+        check_entry(result.logprobs[0], result.token_ids[0], raw, 0)
+
+
+def test_a_mask_that_leaves_nothing_is_an_error() -> None:
+    runner = tiny_runner()
+    step = SchedulerOutput((item(0, 10, [1, 2, 3]),))
+    [result] = runner.sample(step, StepLogits(torch.zeros(1, 40), {}), {"r": np.zeros(2, np.int32)}).results
+    assert result.error is not None and "grammar allows nothing" in result.error and result.token_ids == ()
 
 
 def test_penalties_see_the_split_between_prompt_and_output() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from miniserve.errors import CheckpointError, InvalidParameterError
 from miniserve.text.chat_template import ChatTemplate
+from miniserve.text.spelling import Piece, compile_spellings
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 TURNS = [
@@ -147,14 +148,46 @@ def test_no_tool_calls(tool_calls: Any) -> None:
         ({"role": "assistant", "tool_calls": 5}, r"messages\[1\]\.tool_calls must be a list, got a number"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, r"tool_calls must be a list, got an object"),
         ({"role": "assistant", "tool_calls": ["x"]}, r"tool_calls\[0\] must be an object with a function"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "not valid JSON"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": [1]}}]}, r"\[0\]: arguments.*got a list"),
+        ({"role": "assistant", "reasoning": ["x"]}, r"messages\[1\]\.reasoning must be a string, got a list"),
     ],
 )  # fmt: skip
 def test_malformed_message_is_named(message: Any, words: str) -> None:
     with pytest.raises(InvalidParameterError, match=words) as caught:
         render(PLAIN, [USER, message])
     assert caught.value.param == "messages"
+
+
+BROKEN = ['{"city": "Par', "[1]", "7", '"Paris"', "[" * 100_000, '{"n": ' + "9" * 5000 + "}"]
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=["cut off", "list", "number", "string", "deep", "digits"])
+def test_a_call_that_the_model_broke_stays_in_the_history(arguments: str) -> None:
+    """Bug: an agent that replayed a call which max_tokens had cut off could not go on with the conversation."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "not JSON"}]
+    aware = "{% set arguments = messages[1].tool_calls[0].function.arguments %}{% if arguments is string %}"
+    assert render(aware + "{{ arguments }}{% endif %}", messages) == arguments
+    items = "{% for name, value in messages[1].tool_calls[0].function.arguments.items() %}{{ name }}={{ value }}"
+    assert render(items + "{% endfor %}", messages) == f"arguments={arguments}"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_of_the_history_has_both_names(name: str) -> None:
+    """Bug: what our answers call reasoning, templates did not see."""
+    source = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}"
+    other = ({"reasoning", "reasoning_content"} - {name}).pop()
+    for rest in ({}, {other: None}, {other: ""}):
+        assert render(source, [{"role": "assistant", "content": "4", name: "2 + 2", **rest}]) == "2 + 2|2 + 2|"
+    for absent in (None, ""):
+        defined = "{{ messages[0].reasoning is defined or messages[0].reasoning_content is defined }}"
+        assert render(defined, [{"role": "assistant", name: absent}]) == "False"
+
+
+def test_null_is_absent() -> None:
+    """Bug: official clients send the fields of an answer back with nulls, and templates printed "None"."""
+    message = {"role": "assistant", "content": "x", "name": None, "refusal": None, "function_call": None}
+    assert render("{{ messages[0] | tojson }}", [message]) == '{"role": "assistant", "content": "x"}'
 
 
 def test_no_messages() -> None:
@@ -207,10 +240,112 @@ def test_broken_template_is_refused_at_start() -> None:
     assert isinstance(caught.value.__cause__, jinja2.TemplateSyntaxError)
 
 
-def test_own_variables_cannot_be_replaced() -> None:
-    with pytest.raises(InvalidParameterError, match="must not set messages, tools") as caught:
-        render(PLAIN, [USER], template_kwargs={"tools": [], "messages": []})
+OWN = ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "pad_token", "range", "namespace"]
+OWN += ["raise_exception", "strftime_now", "chat_template", "tokenize", "continue_final_message"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_variables_cannot_be_replaced(name: str) -> None:
+    """Bug: bos_token as an option of one request changed what its prompt began with."""
+    with pytest.raises(InvalidParameterError, match=f"must not set {name}:") as caught:
+        render("{{ " + name + " }}", [USER], template_kwargs={name: "x"})
     assert caught.value.param == "chat_template_kwargs"
+
+
+def test_variables_that_the_template_does_not_read_change_nothing() -> None:
+    source = "{{ thinking }}{{ other is defined }}{% set own = 1 %}{{ own }}"
+    assert ChatTemplate(source, {}).variables == {"thinking", "other"}
+    assert render(source, [USER], template_kwargs={"thinking": [1, "a"], "own": 7, "unknown": {}}) == "[1, 'a']False1"
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("x" * 70_000, "too large"),
+        ([0] * 70_000, "too large"),
+        (nested(20), "too large"),
+        (nested(100_000), "too large"),
+        ({1, 2}, "JSON values, got set"),
+        ({"a": [b"x"]}, "JSON values, got bytes"),
+    ],
+    ids=["text", "list", "nested", "deep", "set", "bytes"],
+)
+def test_variables_are_plain_data_of_bounded_size(value: Any, words: str) -> None:
+    with pytest.raises(InvalidParameterError, match=words) as caught:
+        render(PLAIN, [USER], template_kwargs={"unread": value})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+# Going on with the final message
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def go_on(source: str, content: Any, **fields: Any) -> str:
+    final = {"role": "assistant", "content": content, **fields}
+    return render(source, [USER, final], add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("content", ["Once upon", "Once upon a ", "Once\n\n upon\n", "é\ufdd0", "<|im_end|>", ""])
+def test_the_prompt_ends_with_the_final_message(content: str) -> None:
+    """Bug: a template that trims took the blank that the text has to go on behind."""
+    turn = f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert go_on(CHATML, content) == turn + content
+    assert go_on(CHATML, [{"type": "text", "text": content}]) == turn + content
+
+
+def test_reasoning_that_the_template_sets_apart_is_no_change() -> None:
+    source = (
+        "{% set parts = messages[-1].content.split('</think>') %}"
+        "<think>\n{{ parts[0].split('<think>')[-1].strip() }}\n</think>\n\n{{ parts[-1].lstrip() }}<end>"
+    )
+    assert go_on(source, "<think>2 + 2</think>It is ") == "<think>\n2 + 2\n</think>\n\nIt is "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[-1].content | upper }}",
+        "{{ messages[-1].content.split('upon')[-1] }}",
+        "{{ messages[0].content }}",
+        "{{ messages[-1].content }}{{ messages[-1].content }}",
+        "{{ messages[-1].content | tojson(ensure_ascii=true) }}",
+    ],
+)
+def test_a_template_that_changes_the_text_cannot_go_on_with_it(source: str) -> None:
+    with pytest.raises(InvalidParameterError, match="does not print its text as it is") as caught:
+        go_on(source, "Once upon a")
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_final_message_that_cannot_be_continued() -> None:
+    with pytest.raises(InvalidParameterError, match="its role is 'user', not 'assistant'"):
+        render(PLAIN, [USER], continue_final_message=True)
+    with pytest.raises(InvalidParameterError, match="it calls tools"):
+        go_on(PLAIN, "x", tool_calls=[{"function": {"name": "f"}}])
+    with pytest.raises(InvalidParameterError, match=r"U\+FDD0"):
+        go_on(PLAIN, "".join(chr(code) for code in range(0xFDD0, 0xFDF0)))
+
+
+def test_special_tokens_that_a_continued_message_spells_are_pieces() -> None:
+    pieces = ChatTemplate(CHATML, {}).render_pieces(
+        [USER, {"role": "assistant", "content": "It ends with <|im_end|>"}],
+        special_spellings=compile_spellings(["<|im_start|>", "<|im_end|>"]),
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert pieces[-1] == Piece("<|im_end|>", literal=True)
+    assert [piece.literal for piece in pieces] == [False, True]
 
 
 def test_a_refusal_in_the_history_is_text() -> None:

@@ -105,3 +105,22 @@ def test_sentencepiece_spaces_survive(byte_fallback: Any) -> None:
     """Bug: decoding token by token lost the spaces, for each piece was decoded as the start of a text."""
     ids = byte_fallback.ours.encode("Daenerys is the Khaleesi", add_special_tokens=False)
     assert "".join(stream(byte_fallback.ours, [[i] for i in ids])) == " Daenerys is the Khaleesi"
+
+
+def test_shown_special_tokens_break_no_character(byte_level: Any) -> None:
+    """Shown though special tokens are skipped: only those named, in their place."""
+    ours = byte_level.ours
+    start, end = ours.special_id("<|im_start|>"), ours.eos_token_id
+    text, half = ours.encode("ok", add_special_tokens=False), ours.encode("𠀀", add_special_tokens=False)
+    ids = [end, start, *text, end, *half[:2], end, *half[2:], *half[:1], start]
+    detokenizer = IncrementalDetokenizer(ours, shown_ids=frozenset({start}))
+    joined = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
+    assert joined == f"<|im_start|>ok𠀀{REPLACEMENT}<|im_start|>"
+    assert IncrementalDetokenizer(ours, shown_ids=frozenset({start})).push(ids) == joined
+
+
+def test_shown_ids_take_nothing_away(byte_level: Any) -> None:
+    """Where all special tokens are shown, naming some changes nothing."""
+    ours = byte_level.ours
+    detokenizer = IncrementalDetokenizer(ours, skip_special_tokens=False, shown_ids=frozenset({ours.eos_token_id}))
+    assert detokenizer.push([ours.special_id("<|im_start|>"), ours.eos_token_id]) == "<|im_start|><|im_end|>"

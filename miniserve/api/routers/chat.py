@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,20 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from miniserve.api.body import parse_body
+from miniserve.api.body import naming_sent_fields, parse_body
+from miniserve.api.choice import Choice, Tools
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
 from miniserve.api.errors import call_id_of
-from miniserve.api.generation import Call, Choice, respond
+from miniserve.api.generation import Call, compact_json, respond
 from miniserve.api.logprobs import ChatLogprobs
 from miniserve.api.openapi import errors, event_stream, json_body
 from miniserve.api.request_log import log_request
 from miniserve.api.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from miniserve.api.schemas.fields import CHAT_REFUSED
+from miniserve.engine.answer import Answer, AnswerDelta, ReasoningDelta
 from miniserve.engine.build import EngineParts
-from miniserve.errors import ContextLengthError
+from miniserve.engine.options import ChatOptions
+from miniserve.text.parsers.base import ArgumentsDelta, CallStart, TextDelta
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(require_key)])
 
@@ -31,22 +35,49 @@ class ChatSpelling:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_in_choice = False
 
     def opening(self) -> str | None:
         """The role comes alone, and once a choice."""
         return '"delta":{"role":"assistant","content":""}'
 
-    def text(self, text: str) -> str:
-        """More content."""
-        return f'"delta":{{"content":{text}}}'
+    def delta(self, delta: AnswerDelta, call_ids: Sequence[str]) -> str:
+        """More content, reasoning, or of a tool call. Of a call, only the first part has the id and the name."""
+        match delta:
+            case TextDelta(text):
+                # Escaped to ASCII: some clients take U+2028 and the like for the end of a line.
+                return f'"delta":{{"content":{json.dumps(text)}}}'
+            case ReasoningDelta(text):
+                return f'"delta":{compact_json(_reasoning(text))}'
+            case CallStart(index, name):
+                call = {"index": index, **_tool_call(call_ids[index], name, "")}
+            case ArgumentsDelta(index, text):
+                call = {"index": index, "function": {"arguments": text}}
+        return f'"delta":{{"tool_calls":[{compact_json(call)}]}}'
 
     def ending(self) -> str:
         """Nothing but the finish reason."""
         return '"delta":{}'
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """The message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, answer: Answer, call_ids: Sequence[str]) -> dict[str, Any]:
+        """The message; its content is null where there are only tool calls."""
+        content = None if answer.tool_calls and not answer.text else answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message |= _reasoning(answer.reasoning)
+        if answer.tool_calls:
+            calls = zip(call_ids, answer.tool_calls, strict=True)
+            message["tool_calls"] = [_tool_call(call_id, call.name, call.arguments) for call_id, call in calls]
+        return {"message": message}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both of its names: clients look for one or the other."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @router.post(
@@ -69,21 +100,38 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
     """Everything that can be wrong with the request is found here, in a worker thread."""
     asked = parse_body(body, ChatCompletionRequest, CHAT_REFUSED)
     model = server.model_name(asked.model)
-    asked.check_stream_options()
-    sampling = asked.sampling(parts.sampling_defaults, max_tokens=asked.output_limit, logprobs=asked.num_logprobs)
-    messages = asked.message_dicts()
-    processor = parts.input_processor
+    asked.check_stream()
+    with naming_sent_fields(asked.sent_name):
+        chat = asked.chat_options()
+        choices = _choices(server, parts, call_id, asked, chat)
+    return asked, Call(call_id, int(time.time()), model, choices)
+
+
+def _choices(
+    server: Server, parts: EngineParts, call_id: str, asked: ChatCompletionRequest, chat: ChatOptions
+) -> list[Choice]:
+    """The answers to come, each with a parser of its own."""
+    processor, messages = parts.input_processor, asked.message_dicts()
+    sampling = asked.sampling(
+        parts.sampling_defaults,
+        max_tokens=asked.output_limit,
+        logprobs=asked.num_logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
     if server.config.log_requests:
         log_request(call_id, json.dumps(messages, ensure_ascii=False), sampling, asked.n)
-    add_special_tokens = asked.add_special_tokens or False
-    try:
-        request = processor.process_chat(call_id, messages, sampling, add_special_tokens=add_special_tokens)
-    except ContextLengthError as error:
-        if error.param == "max_tokens":
-            error.param = asked.output_limit_name
-        raise
+    request = processor.process_chat(call_id, messages, sampling, chat, asked.options)
     choices: list[Choice] = []
     for index, choice_request in enumerate(processor.choices(request, asked.n or 1)):
-        logprobs = ChatLogprobs(processor.tokenizer) if asked.logprobs else None
-        choices.append(Choice(index, choice_request, choices[0] if choices else None, logprobs, None))
-    return asked, Call(call_id, int(time.time()), model, choices)
+        parser = processor.tool_parser(chat)
+        choice = Choice(
+            index,
+            choice_request,
+            parent=choices[0] if choices else None,
+            logprobs=ChatLogprobs(processor.tokenizer) if asked.logprobs else None,
+            tools=None if parser is None else Tools(parser, processor.tool_format.new_call_id),
+            shows_reasoning=asked.include_reasoning is not False,
+            returns_token_ids=asked.return_token_ids or False,
+        )
+        choices.append(choice)
+    return choices

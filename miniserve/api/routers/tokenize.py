@@ -53,11 +53,7 @@ def _tokens(asked: TokenizeRequest, processor: InputProcessor) -> list[int]:
         assert asked.prompt is not None
         return processor.tokenize_prompt(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     messages = [message.model_dump(exclude_unset=True) for message in asked.messages]
-    return processor.tokenize_chat(
-        messages,
-        add_generation_prompt=asked.add_generation_prompt is not False,
-        add_special_tokens=asked.add_special_tokens or False,
-    )
+    return processor.tokenize_chat(messages, asked.chat_options())
 
 
 @router.post(

@@ -7,22 +7,62 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from miniserve.api.schemas.common import (
-    FinishReasonName,
+    PROMPT_LOGPROBS_DESCRIPTION,
+    TOKEN_IDS_DESCRIPTION,
     LogprobCount,
+    PromptLogprobsInfo,
     RequestModel,
     ResponseModel,
     SamplingFields,
     UsageInfo,
 )
+from miniserve.engine.openai_fields import parse_tool_choice, parse_tools
+from miniserve.engine.options import REASONING_EFFORTS, TOOL_CHOICES, ChatOptions
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import MAX_TOKENS
+from miniserve.text.parsers.base import MAX_TOOLS
 
+ChatFinishReasonName = Literal["stop", "length", "tool_calls"]
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}
+_TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_TOOLS_SCHEMA = {"anyOf": [{"type": "array", "items": _TOOL_SCHEMA, "maxItems": MAX_TOOLS}, {"type": "null"}]}
+_NAMED_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_EFFORT_SCHEMA = {"anyOf": [{"enum": [*REASONING_EFFORTS]}, {"type": "null"}]}
+_TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [*TOOL_CHOICES]}, _NAMED_FUNCTION, {"type": "null"}]}
+
+ToolsField = Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)]  # checked by `parse_tools`
+ToolChoiceField = Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)]  # and by `parse_tool_choice`
+TEMPLATE_KWARGS_DESCRIPTION = "more variables for the chat template, such as enable_thinking"
+TOOLS_DESCRIPTION = f"functions that the model may call; at most {MAX_TOOLS}"
+CONTINUE_DESCRIPTION = "the answer goes on where the last message, the assistant's, ends"
 
 
 class ChatMessage(RequestModel):
@@ -41,6 +81,24 @@ class ChatCompletionRequest(SamplingFields):
     """The body of a chat completion."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, description="the conversation so far")
+    tools: ToolsField = Field(None, description=TOOLS_DESCRIPTION)
+    tool_choice: ToolChoiceField = Field(
+        None, description="none, auto, required, or the one function that must be called; default auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="allow several calls in one answer; default true")
+    reasoning_effort: Annotated[str | None, WithJsonSchema(_EFFORT_SCHEMA)] = Field(
+        None, description="for the chat template, if it knows efforts; none asks for an answer without reasoning"
+    )
+    include_reasoning: bool | None = Field(
+        None, description="show the reasoning; default true. It is counted all the same, and logprobs and ids have it"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_KWARGS_DESCRIPTION)
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="end the prompt with the header of the assistant's turn; default true, unless the last message "
+        "is continued",
+    )
+    continue_final_message: bool | None = Field(None, description=CONTINUE_DESCRIPTION)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS, description="default: the rest of the context")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS, description="wins over max_tokens")
     logprobs: bool | None = Field(None, description="report each output token's logprob")
@@ -70,9 +128,37 @@ class ChatCompletionRequest(SamplingFields):
         """The field that `output_limit` comes from."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    def chat_options(self) -> ChatOptions:
+        """How the conversation becomes a prompt, and what is looked for in the answer.
+
+        Raises:
+            InvalidParameterError, UnsupportedParameterError: the tools or the choice among them have no known shape.
+        """
+        tool_choice, tool_name = parse_tool_choice(self.tool_choice)
+        return ChatOptions(
+            tools=parse_tools(self.tools),
+            tool_choice=tool_choice,
+            tool_name=tool_name,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            add_generation_prompt=wants_generation_prompt(self.add_generation_prompt, self.continue_final_message),
+            continue_final_message=self.continue_final_message or False,
+            template_kwargs=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+            add_special_tokens=self.add_special_tokens or False,
+        )
+
+    def sent_name(self, param: str | None) -> str | None:
+        """The field that was sent, for what the engine knows by one name only."""
+        return self.output_limit_name if param == "max_tokens" else super().sent_name(param)
+
     def message_dicts(self) -> list[dict[str, Any]]:
         """The messages as they were sent."""
         return [message.model_dump(exclude_unset=True) for message in self.messages]
+
+
+def wants_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether the prompt ends with the header of the assistant's turn; by default, unless a message is continued."""
+    return not continue_final_message if asked is None else asked
 
 
 class TopLogprob(ResponseModel):
@@ -95,12 +181,30 @@ class ChatLogprobsInfo(ResponseModel):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(ResponseModel):
+    """What to call."""
+
+    name: str
+    arguments: str = Field(description="a JSON object, as the model wrote it; cut off where the answer is")
+
+
+class MessageToolCall(ResponseModel):
+    """One call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(ResponseModel):
     """The answer's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where the answer is tool calls only")
     refusal: None = None
+    tool_calls: list[MessageToolCall] | None = Field(None, description="absent where there are none")
+    reasoning_content: str | None = Field(None, description="what the model thought first; absent where it did not")
+    reasoning: str | None = Field(None, description="the same under its other name")
 
 
 class ChatChoice(ResponseModel):
@@ -109,8 +213,9 @@ class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobsInfo | None
-    finish_reason: FinishReasonName
+    finish_reason: ChatFinishReasonName
     stop_reason: int | str | None = Field(None, description="the stop token or string that ended it")
+    token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
 
 
 class ChatCompletion(ResponseModel):
@@ -122,6 +227,24 @@ class ChatCompletion(ResponseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
+    prompt_logprobs: PromptLogprobsInfo | None = Field(None, description=PROMPT_LOGPROBS_DESCRIPTION)
+
+
+class FunctionDelta(ResponseModel):
+    """The name, with the first part of a call; then more and more of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(ResponseModel):
+    """What a chunk adds to a call. Only the first part has an id, a type and the name."""
+
+    index: int = Field(description="counts the calls of the message from 0")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(ResponseModel):
@@ -129,6 +252,9 @@ class Delta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChunkChoice(ResponseModel):
@@ -137,7 +263,8 @@ class ChatChunkChoice(ResponseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobsInfo | None
-    finish_reason: FinishReasonName | None
+    finish_reason: ChatFinishReasonName | None
+    token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
 
 
 class ChatCompletionChunk(ResponseModel):
@@ -149,3 +276,4 @@ class ChatCompletionChunk(ResponseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageInfo | None = None
+    prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids, in the first chunk")

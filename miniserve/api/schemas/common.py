@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from miniserve.engine.openai_fields import STRUCTURED_OUTPUTS, parse_response_format, parse_structured_outputs
+from miniserve.engine.options import MAX_SALT_LENGTH, RequestOptions
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import (
+    MAX_GRAMMAR_LENGTH,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -23,6 +26,7 @@ from miniserve.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
     SamplingParams,
+    StructuredOutput,
 )
 
 MAX_N = 128
@@ -106,9 +110,55 @@ _LOGIT_BIAS_SCHEMA = {
     ]
 }
 
+_JSON_SCHEMA = {"type": "object"}
+_RESPONSE_FORMAT_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": _JSON_SCHEMA},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "schema": _JSON_SCHEMA},
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type", "json_schema"],
+        },
+        {"type": "null"},
+    ]
+}
+_STRUCTURED_SOURCES: dict[str, dict[str, Any]] = {
+    "json": {"anyOf": [_JSON_SCHEMA, {"type": "string"}]},
+    "regex": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_LENGTH},
+    "choice": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+    "grammar": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_LENGTH},
+    "json_object": {"const": True},
+}
+_STRUCTURED_OUTPUTS_SCHEMA = {
+    "anyOf": [
+        *(
+            {"type": "object", "properties": {kind: _STRUCTURED_SOURCES[kind]}, "required": [kind]}
+            for kind in STRUCTURED_OUTPUTS
+        ),
+        {"type": "null"},
+    ]
+}
+
 Number = float | None
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopField = Annotated[list[str] | None, BeforeValidator(_as_stop_list), WithJsonSchema(_STOP_SCHEMA)]
 LogitBiasField = Annotated[dict[int, float] | None, BeforeValidator(_as_logit_bias), WithJsonSchema(_LOGIT_BIAS_SCHEMA)]
+TOKEN_IDS_DESCRIPTION = "only with return_token_ids"
+PROMPT_LOGPROBS_DESCRIPTION = (
+    "only with prompt_logprobs: for each token of the prompt, token id -> logprob, rank and text; null for the first"
+)
 MODEL_DESCRIPTION = "a served model's name; without it, the first one"
 
 
@@ -150,17 +200,79 @@ class SamplingFields(RequestModel):
     ignore_eos: bool | None = Field(None, description="the model's end tokens do not end the output")
     include_stop_str_in_output: bool | None = Field(None, description="show the stop string too")
     skip_special_tokens: bool | None = Field(None, description="special tokens leave no text; default true")
+    # Checked where they are taken apart: a union of shapes has no readable errors.
+    response_format: Annotated[Any, WithJsonSchema(_RESPONSE_FORMAT_SCHEMA)] = Field(
+        None, description="text, json_object, or json_schema: the answer is JSON that is valid against the schema"
+    )
+    structured_outputs: Annotated[Any, WithJsonSchema(_STRUCTURED_OUTPUTS_SCHEMA)] = Field(
+        None,
+        description="exactly one of json (a schema), regex, choice (a list of answers), grammar (in llguidance's Lark) "
+        "and json_object (true); not beside response_format",
+    )
+    prompt_logprobs: LogprobCount | None = Field(
+        None, description="report each prompt token's logprob, and of so many most probable ones; not with stream"
+    )
+    return_token_ids: bool | None = Field(None, description="the ids of the prompt and of the output too")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep only so many last tokens of the prompt; -1: as many as fit"
+    )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SALT_LENGTH,
+        description="share cached prefixes only with requests of the same salt",
+    )
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="lower comes first; needs --scheduling-policy priority, unless 0"
+    )
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(
         None, description="with stream only: include_usage, continuous_usage_stats"
     )
 
-    def check_stream_options(self) -> None:
-        """Raises InvalidParameterError where they have no stream to apply to."""
+    def check_stream(self) -> None:
+        """Raises InvalidParameterError for what makes sense only with a stream, or only without."""
         if self.stream_options is not None and not self.stream:
             raise InvalidParameterError(
                 "stream_options are for streams; set stream to true, or leave them out", param="stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidParameterError(
+                "prompt_logprobs are not part of a stream; leave out stream, or them", param="prompt_logprobs"
+            )
+
+    @property
+    def answer_format(self) -> StructuredOutput | None:
+        """What the answer has to look like.
+
+        Raises:
+            InvalidParameterError, UnsupportedParameterError: it has no known shape, or there are two.
+        """
+        asked, extension = (
+            parse_response_format(self.response_format),
+            parse_structured_outputs(self.structured_outputs),
+        )
+        if asked is not None and extension is not None:
+            raise InvalidParameterError(
+                "response_format and structured_outputs both say what the answer looks like; send one of them",
+                param="structured_outputs",
+            )
+        return extension if asked is None else asked
+
+    def sent_name(self, param: str | None) -> str | None:
+        """The field that was sent, for what the engine knows by one name only."""
+        if param is None or not param.startswith("structured_outputs"):
+            return param
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def options(self) -> RequestOptions:
+        """How the engine has to treat the request."""
+        return RequestOptions(
+            cache_salt=self.cache_salt,
+            priority=self.priority or 0,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
 
     def sampling(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """The engine's view. What the request does not name comes from `defaults`; `own` is the endpoint's.
@@ -174,17 +286,21 @@ class SamplingFields(RequestModel):
             logit_bias=self.logit_bias or {},
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            structured_outputs=self.answer_format,
             **own,
         )
-
-
-LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class PromptTokensDetails(ResponseModel):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = Field(description="taken from the prefix cache")
+
+
+class CompletionTokensDetails(ResponseModel):
+    """What the output's tokens are of."""
+
+    reasoning_tokens: int = Field(description="of the reasoning before the answer, its tags included")
 
 
 class UsageInfo(ResponseModel):
@@ -194,6 +310,18 @@ class UsageInfo(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class PromptLogprob(ResponseModel):
+    """A token that may stand at a place of the prompt."""
+
+    logprob: float
+    rank: int = Field(description="1 is the most probable")
+    decoded_token: str
+
+
+PromptLogprobsInfo = list[dict[str, PromptLogprob] | None]
 
 
 class ErrorDetail(ResponseModel):

@@ -9,8 +9,11 @@ from pydantic import Field, WithJsonSchema
 from miniserve.api.schemas.common import (
     MAX_CHOICES,
     MAX_PROMPTS,
+    PROMPT_LOGPROBS_DESCRIPTION,
+    TOKEN_IDS_DESCRIPTION,
     FinishReasonName,
     LogprobCount,
+    PromptLogprobsInfo,
     ResponseModel,
     SamplingFields,
     UsageInfo,
@@ -114,6 +117,9 @@ class CompletionChoice(ResponseModel):
     logprobs: CompletionLogprobsInfo | None
     finish_reason: FinishReasonName
     stop_reason: int | str | None = Field(None, description="the stop token or string that ended it")
+    token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
+    prompt_token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
+    prompt_logprobs: PromptLogprobsInfo | None = Field(None, description=PROMPT_LOGPROBS_DESCRIPTION)
 
 
 class Completion(ResponseModel):
@@ -134,6 +140,8 @@ class CompletionChunkChoice(ResponseModel):
     text: str
     logprobs: CompletionLogprobsInfo | None
     finish_reason: FinishReasonName | None
+    token_ids: list[int] | None = Field(None, description=TOKEN_IDS_DESCRIPTION)
+    prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids, in a choice's first chunk")
 
 
 class CompletionChunk(ResponseModel):

@@ -32,18 +32,11 @@ _EMPTY_LIST: tuple[Any, ...] = ([],)
 _EMPTY_OBJECT: tuple[Any, ...] = ({},)
 
 _ANY_TEXT = (
-    Refused("response_format", ({"type": "text"},)),
-    Refused("structured_outputs"),
     *(Refused(f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar", "json_object")),
     Refused("guided_decoding_backend"),
     Refused("guided_whitespace_pattern"),
     *(Refused(name) for name in ("json_schema", "regex", "ebnf", "grammar")),
-    Refused("cache_salt"),
-    Refused("priority", (0,)),
-    Refused("prompt_logprobs"),
-    Refused("return_token_ids", _OFF),
     Refused("return_tokens_as_token_ids", _OFF),
-    Refused("truncate_prompt_tokens"),
     Refused("use_beam_search", _OFF),
     Refused("length_penalty", (1,)),
     Refused("bad_words", _EMPTY_LIST),
@@ -54,21 +47,14 @@ _ANY_TEXT = (
     Refused("kv_transfer_params"),
 )
 _CHAT_PROMPT = (
-    Refused("tools", _EMPTY_LIST),
     Refused("chat_template"),
-    Refused("chat_template_kwargs", _EMPTY_OBJECT),
-    Refused("continue_final_message", _OFF),
     Refused("documents", _EMPTY_LIST),
     Refused("mm_processor_kwargs", _EMPTY_OBJECT),
 )
 CHAT_REFUSED = (
     *_CHAT_PROMPT,
-    Refused("add_generation_prompt", (True,)),
-    Refused("tool_choice", ("none", "auto")),
     Refused("functions", _EMPTY_LIST),
     Refused("function_call", ("none", "auto")),
-    Refused("reasoning_effort"),
-    Refused("include_reasoning", (True,)),
     Refused("audio"),
     Refused("modalities", (["text"],)),
     Refused("prediction"),
@@ -89,7 +75,6 @@ IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "verbosity",
-    "parallel_tool_calls",
 )
 
 

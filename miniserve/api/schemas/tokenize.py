@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
-from miniserve.api.schemas.chat import ChatMessage
+from miniserve.api.schemas.chat import (
+    CONTINUE_DESCRIPTION,
+    TEMPLATE_KWARGS_DESCRIPTION,
+    TOOLS_DESCRIPTION,
+    ChatMessage,
+    ToolsField,
+    wants_generation_prompt,
+)
 from miniserve.api.schemas.common import MODEL_DESCRIPTION, RequestModel, ResponseModel
+from miniserve.engine.openai_fields import parse_tools
+from miniserve.engine.options import ChatOptions
 
 
 class TokenizeRequest(RequestModel):
@@ -20,9 +31,28 @@ class TokenizeRequest(RequestModel):
         None, description="add BOS and the like; default true for a text, false for a conversation"
     )
     add_generation_prompt: bool | None = Field(
-        None, description="end a conversation with the header of the assistant's turn; default true"
+        None,
+        description="end a conversation with the header of the assistant's turn; default true, unless the last "
+        "message is continued",
     )
+    continue_final_message: bool | None = Field(None, description=CONTINUE_DESCRIPTION)
+    tools: ToolsField = Field(None, description=TOOLS_DESCRIPTION)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_KWARGS_DESCRIPTION)
     return_token_strs: bool | None = Field(None, description="the tokens as text too")
+
+    def chat_options(self) -> ChatOptions:
+        """How the conversation becomes a prompt.
+
+        Raises:
+            InvalidParameterError: the tools have no known shape, or what is asked for excludes each other.
+        """
+        return ChatOptions(
+            tools=parse_tools(self.tools),
+            add_generation_prompt=wants_generation_prompt(self.add_generation_prompt, self.continue_final_message),
+            continue_final_message=self.continue_final_message or False,
+            template_kwargs=self.chat_template_kwargs or {},
+            add_special_tokens=self.add_special_tokens or False,
+        )
 
 
 class TokenizeResponse(ResponseModel):

@@ -1,0 +1,169 @@
+"""Fields that OpenAI's API spells as nested objects, taken apart: for the HTTP API and for `LLM`, which share them.
+
+Says what is wrong with one in its own words: the schemas could only say that no alternative matched. Does not know what
+the engine makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from miniserve.engine.options import TOOL_CHOICES, ToolChoice
+from miniserve.errors import InvalidParameterError, UnsupportedParameterError, shown
+from miniserve.sampling_params import StructuredOutput
+from miniserve.text.parsers.base import Tool, read_tools
+
+STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = {"type": "object"}
+_SCHEMA_NAME_LENGTH = 64
+
+
+def parse_tools(value: Any) -> tuple[Tool, ...]:
+    """The functions that the model may call.
+
+    Raises:
+        InvalidParameterError: it is no list, or one of them is malformed; as `read_tools`.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _wrong("tools", "must be a list of functions", value)
+    return read_tools(value)
+
+
+def parse_tool_choice(value: Any) -> tuple[ToolChoice, str | None]:
+    """Whether tools may or must be called, and the name of the one that has to be; None is "auto".
+
+    Raises:
+        InvalidParameterError, UnsupportedParameterError: it is neither a known word nor a function.
+    """
+    if value is None:
+        return "auto", None
+    if isinstance(value, str) and value in TOOL_CHOICES:
+        return cast(ToolChoice, value), None
+    if not isinstance(value, Mapping):
+        raise _wrong("tool_choice", "must be none, auto, required, or an object that names a function", value)
+    if value.get("type") != "function":
+        raise UnsupportedParameterError(
+            f"tool_choice of type {shown(value.get('type'))} is not implemented; send none, auto, required or "
+            '{"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise _wrong("tool_choice", "must name the function, as tool_choice.function.name", name)
+    return "required", name
+
+
+def parse_response_format(value: Any) -> StructuredOutput | None:
+    """What `response_format` asks the answer to look like; None for free text.
+
+    Raises:
+        InvalidParameterError: it has no known shape.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong("response_format", "must be an object with a type", value)
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            # The schema beside the type is an extension of several servers.
+            return _json("response_format", "schema", value.get("schema", _ANY_OBJECT))
+        case "json_schema":
+            return _json_schema(value.get("json_schema"))
+        case kind:
+            raise _wrong("response_format", "must have the type text, json_object or json_schema", kind)
+
+
+def parse_structured_outputs(value: Any) -> StructuredOutput | None:
+    """What `structured_outputs` asks the answer to look like: exactly one of `STRUCTURED_OUTPUTS`.
+
+    Raises:
+        InvalidParameterError, UnsupportedParameterError: it has no known shape.
+    """
+    if value is None:
+        return None
+    name = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "must be an object", value)
+    named = {key: given for key, given in value.items() if given is not None and given is not False}
+    for key in named:
+        if key not in STRUCTURED_OUTPUTS:
+            raise UnsupportedParameterError(f"{name}.{str(key)[:40]} is not implemented; leave it out", param=name)
+    if len(named) != 1:
+        asked = " and ".join(named) or "nothing"
+        raise InvalidParameterError(
+            f"{name} must ask for exactly one of {', '.join(STRUCTURED_OUTPUTS)}, got {asked}", param=name
+        )
+    [(kind, source)] = named.items()
+    return _STRUCTURED[kind](source)
+
+
+def _structured_json(source: Any) -> StructuredOutput:
+    if isinstance(source, str):
+        try:
+            if isinstance(json.loads(source), dict):
+                return StructuredOutput("json", source)  # as it stands: it may be nested too deeply to be written again
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameterError(
+                f"structured_outputs.json is not valid JSON: {error}", param="structured_outputs"
+            ) from None
+    return _json("structured_outputs", "json", source)
+
+
+def _structured_text(kind: Any) -> Callable[[Any], StructuredOutput]:
+    def parse(source: Any) -> StructuredOutput:
+        if not isinstance(source, str):
+            raise _wrong("structured_outputs", f"must have a string as {kind}", source)
+        return StructuredOutput(kind, source)
+
+    return parse
+
+
+def _structured_choice(source: Any) -> StructuredOutput:
+    is_list = isinstance(source, Sequence) and not isinstance(source, str)
+    if not is_list or not source or not all(isinstance(answer, str) and answer for answer in source):
+        raise _wrong("structured_outputs", "must have a non-empty list of non-empty strings as choice", source)
+    return StructuredOutput.choice(source)
+
+
+def _structured_json_object(source: Any) -> StructuredOutput:
+    if source is not True:
+        raise _wrong("structured_outputs", "must have true or false as json_object", source)
+    return StructuredOutput.json(_ANY_OBJECT)
+
+
+_STRUCTURED: Mapping[str, Callable[[Any], StructuredOutput]] = {
+    "json": _structured_json,
+    "regex": _structured_text("regex"),
+    "choice": _structured_choice,
+    "grammar": _structured_text("grammar"),
+    "json_object": _structured_json_object,
+}
+
+
+def _json_schema(value: Any) -> StructuredOutput:
+    """OpenAI's wrapper around a schema. `strict` changes nothing: what is asked for is kept to, always."""
+    if not isinstance(value, Mapping):
+        raise _wrong("response_format", "must have an object as json_schema", value)
+    name = value.get("name")
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= _SCHEMA_NAME_LENGTH):
+        raise _wrong(
+            "response_format", f"must have a string of 1 to {_SCHEMA_NAME_LENGTH} characters as json_schema.name", name
+        )
+    return _json("response_format", "json_schema.schema", value.get("schema"))
+
+
+def _json(param: str, key: str, schema: Any) -> StructuredOutput:
+    if not isinstance(schema, Mapping):
+        raise _wrong(param, f"must have a JSON schema, an object, as {key}", schema)
+    return StructuredOutput.json(schema)
+
+
+def _wrong(param: str, demand: str, value: Any) -> InvalidParameterError:
+    return InvalidParameterError(f"{param} {demand}, got {'nothing' if value is None else shown(value)}", param=param)

@@ -1,0 +1,130 @@
+"""What the answer to a request is made of: reasoning, calls, a structure. Settled before the request starts.
+
+Owns how the fields of a request come together to one `OutputFormat`, and the syntax in which this model reasons and
+calls, found in its chat template. Does not render or tokenise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from miniserve.engine.options import ChatOptions
+from miniserve.errors import InvalidParameterError
+from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
+from miniserve.sampling_params import StructuredOutput
+from miniserve.text.chat_template import ChatTemplate
+from miniserve.text.messages import Message
+from miniserve.text.parsers.base import ToolFormat
+from miniserve.text.parsers.formats import find_format
+from miniserve.text.reasoning import find_thinking
+from miniserve.text.tokenizer import Tokenizer
+
+
+class Compiler(Protocol):
+    """Makes grammars: `structured.GrammarCompiler`, or a fake in tests."""
+
+    def compile(self, asked: StructuredOutput) -> Any:
+        """The grammar; raises `InvalidParameterError` with the param "structured_outputs" if there can be none."""
+
+
+class OutputFormats:
+    """Holds what the model's template says of its answers.
+
+    Args:
+        template: the model's.
+        tokenizer: the model's.
+        grammars: compiles what structured answers have to look like.
+
+    Attributes:
+        tool_format: how the model calls tools, and is told of them.
+        thinking: how it marks its reasoning; None if the template knows of none.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, grammars: Compiler) -> None:
+        self.tool_format: ToolFormat = find_format(template.source)
+        self.thinking = find_thinking(template.source)
+        self._template = template
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._special_ids = self._ids_of(self.tool_format.shown_tokens)
+        tags = () if self.thinking is None else (self.thinking.start, self.thinking.end)
+        self._tag_ids = frozenset(self._ids_of(tags).values())
+
+    @property
+    def description(self) -> str:
+        """The line for the start."""
+        if self._template.source is None:
+            return "no chat template: completions only"
+        told = ""
+        if not self.tool_format.told_by_template:
+            known = "tools" in self._template.variables
+            told = f" (the template {'calls them in a syntax that is not known' if known else 'knows none'})"
+        return f"tools: {self.tool_format.name}{told}; reasoning: {self.thinking.start if self.thinking else 'none'}"
+
+    def of_prompt(self, structure: StructuredOutput | None) -> OutputFormat:
+        """The format of what goes on with a plain text: all of it is answer.
+
+        Raises:
+            InvalidParameterError: `structure` cannot be compiled.
+        """
+        return PLAIN_TEXT if structure is None else OutputFormat(grammar=self._grammars.compile(structure))
+
+    def of_chat(
+        self, prompt: str, messages: Sequence[Message], chat: ChatOptions, structure: StructuredOutput | None
+    ) -> OutputFormat:
+        """The format of an answer to a conversation.
+
+        Args:
+            prompt: the rendered text.
+            messages: with text as content.
+            chat: where tools are demanded, calls are all that comes, whatever `structure` says.
+            structure: of an answer in words.
+
+        Raises:
+            InvalidParameterError: the structure or the tools cannot be compiled, or no reasoning is wanted of a model
+                that always reasons.
+        """
+        thinking = self._thinking(prompt, messages, chat)
+        shown_ids = self._tag_ids if thinking is not None else frozenset()
+        if chat.offered_tools:
+            shown_ids = shown_ids.union(self._special_ids.values())
+        return OutputFormat(thinking, shown_ids, self._grammar(chat, structure))
+
+    def _thinking(self, prompt: str, messages: Sequence[Message], chat: ChatOptions) -> Thinking | None:
+        """None where the prompt has closed the reasoning, or the answer has begun already."""
+        if self.thinking is None or prompt.rstrip().endswith(self.thinking.end):
+            return None
+        final = messages[-1]["content"] if chat.continue_final_message else ""
+        is_open = final.rfind(self.thinking.start) > final.rfind(self.thinking.end)
+        if is_open or prompt.rstrip().endswith(self.thinking.start):
+            if chat.reasoning_effort == "none":
+                raise InvalidParameterError(
+                    "reasoning_effort is 'none', but this model always reasons: its chat template opens the reasoning; "
+                    "leave reasoning_effort out, or take another model",
+                    param="reasoning_effort",
+                )
+            return replace(self.thinking, inside=True)
+        return None if final.strip() else self.thinking
+
+    def _grammar(self, chat: ChatOptions, structure: StructuredOutput | None) -> Any:
+        tools = chat.demanded_tools or chat.offered_tools
+        required = bool(chat.demanded_tools)
+        if not tools or not (required or structure is not None or any(tool.strict for tool in tools)):
+            return None if structure is None else self._grammars.compile(structure)
+        answer = None if required else structure
+        try:
+            source = self.tool_format.grammar(
+                tools, max_calls=chat.max_calls, answer=answer, required=required, special_ids=self._special_ids
+            )
+            return self._grammars.compile(StructuredOutput("grammar", source))
+        except InvalidParameterError as error:
+            if answer is not None:
+                self._grammars.compile(answer)  # raises if the fault is there
+            raise InvalidParameterError(f"calls of these tools cannot be enforced: {error}", param="tools") from error
+
+    def _ids_of(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those that are special tokens; other texts are shown anyway."""
+        ids = ((text, self._tokenizer.special_id(text)) for text in texts)
+        return {text: token_id for text, token_id in ids if token_id is not None}

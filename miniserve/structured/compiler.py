@@ -1,0 +1,226 @@
+"""Grammars, and answers on their way through one. Owns the cache of compiled grammars, and what compiling may cost.
+
+Knows a vocabulary as bytes and ids; neither the model nor tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from miniserve.errors import QueueFullError
+from miniserve.sampling_params import StructuredOutput
+from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
+from miniserve.structured.rehearsal import Rehearsal
+from miniserve.structured.sources import refused, to_grammar
+
+_MAX_REASON_LENGTH = 300
+_MAX_CACHED_GRAMMARS = 64
+_MAX_CACHED_CHARACTERS = 2**20
+_NUM_REHEARSALS = 2
+_MAX_WAIT_SECONDS = 2.0  # for one of them
+
+
+class GrammarError(Exception):
+    """An answer cannot go on within its grammar."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of the model's tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token is shown as."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a control token rather than text."""
+
+    def encode_literal(self, text: str) -> list[int]:
+        """Tokens of `text`, none of them special."""
+
+
+class Matcher:
+    """Follows one answer. Not for two threads at once."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+
+    @property
+    def num_words(self) -> int:
+        """How many int32 a mask has."""
+        return -(-self._tokenizer.vocab_size // 32)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is whole and nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        """Go on by these tokens.
+
+        Raises:
+            GrammarError: they are not allowed here, or following them takes too much.
+        """
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise GrammarError(_reason(self._matcher.get_error()))
+
+    def accept_text(self, text: str) -> None:
+        """Go on by `text`, whatever its tokens. Raises as `accept`."""
+        self.accept(self._tokenizer.greedy_tokenize(text))
+
+    def fill(self, row: NDArray[np.int32]) -> None:
+        """Write the mask of what may come next.
+
+        Args:
+            row: int32 [num_words], contiguous; bit i % 32 of word i // 32 is set if token i is allowed.
+
+        Raises:
+            GrammarError: nothing may come, or finding out takes too much.
+        """
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(_reason(self._matcher.get_error()))
+
+
+class Grammar:
+    """A compiled grammar, at its start. Never changes; one may serve any number of answers."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+
+    def start(self) -> Matcher:
+        """Begin an answer."""
+        return Matcher(self._matcher.deep_copy(), self._tokenizer)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps the latest. For any number of threads.
+
+    Args:
+        tokenizer: the model's.
+        num_token_ids: ids from 0 that the model and the tokenizer both know.
+        eos_token_ids: the tokens that end an answer; those that are not known are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, num_token_ids: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = partial(_vocabulary, tokenizer, num_token_ids, eos_token_ids)
+        self._library_tokenizer: LLTokenizer | None = None
+        self._cache = _Cache()
+        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(_NUM_REHEARSALS)
+        self._rehearsals = [Rehearsal(self._vocabulary) for _ in range(_NUM_REHEARSALS)]
+        weakref.finalize(self, _close, list(self._rehearsals))
+
+    def compile(self, asked: StructuredOutput) -> Grammar:
+        """The grammar of an answer. Takes milliseconds, 5 s at worst; the first one a second or two more.
+
+        Raises:
+            InvalidParameterError: it cannot be compiled, takes too much, or cannot be kept to.
+            QueueFullError: others compile, and take long.
+        """
+        if (cached := self._cache.get(asked)) is not None:
+            return cached
+        grammar = to_grammar(asked)
+        with self._turn() as rehearsal:
+            if (cached := self._cache.get(asked)) is not None:  # while this thread waited
+                return cached
+            if refusal := rehearsal.refusal(grammar):
+                raise refused(asked, _reason(refusal))
+            compiled = self._compile(asked, grammar)
+            self._cache.put(asked, compiled)
+        return compiled
+
+    def close(self) -> None:
+        """End the processes that were started. It may be used again."""
+        _close(self._rehearsals)
+
+    @contextmanager
+    def _turn(self) -> Iterator[Rehearsal]:
+        if not self._turns.acquire(timeout=_MAX_WAIT_SECONDS):
+            raise QueueFullError("other grammars are being compiled, which takes long: try again later")
+        try:
+            with self._lock:
+                rehearsal = self._rehearsals.pop()  # the one used last, so that a second one starts only in need
+            try:
+                yield rehearsal
+            finally:
+                with self._lock:
+                    self._rehearsals.append(rehearsal)
+        finally:
+            self._turns.release()
+
+    def _compile(self, asked: StructuredOutput, grammar: str) -> Grammar:
+        tokenizer = self._library()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise refused(asked, _reason(matcher.get_error()))
+        matcher.compute_bitmask()  # copies inherit what it has found out
+        return Grammar(matcher, tokenizer)
+
+    def _library(self) -> LLTokenizer:
+        with self._lock:
+            if self._library_tokenizer is None:
+                self._library_tokenizer = make_tokenizer(self._vocabulary(), self._tokenizer.encode_literal)
+            return self._library_tokenizer
+
+
+class _Cache:
+    """The grammars used last, bounded in number and in the length of their sources."""
+
+    def __init__(self) -> None:
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, asked: StructuredOutput) -> Grammar | None:
+        """The grammar, which is now the one used last; None if it is not here."""
+        with self._lock:
+            if asked in self._grammars:
+                self._grammars.move_to_end(asked)
+            return self._grammars.get(asked)
+
+    def put(self, asked: StructuredOutput, grammar: Grammar) -> None:
+        """Keep it, and forget those that are too many."""
+        with self._lock:
+            if asked not in self._grammars:
+                self._num_characters += len(asked.source)
+            self._grammars[asked] = grammar
+            while len(self._grammars) > _MAX_CACHED_GRAMMARS or self._num_characters > _MAX_CACHED_CHARACTERS:
+                oldest, _ = self._grammars.popitem(last=False)
+                self._num_characters -= len(oldest.source)
+
+
+def _vocabulary(tokenizer: Tokenizer, num_token_ids: int, eos_token_ids: frozenset[int]) -> Vocabulary:
+    token_ids = range(num_token_ids)
+    tokens = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    # An end token ends the answer wherever it comes, also where the tokenizer takes it for text.
+    special_ids = [i for i in token_ids if i in eos_token_ids or tokenizer.is_special(i)]
+    end_ids = [i for i in token_ids if i in eos_token_ids]
+    if end_ids:
+        return Vocabulary(tokens, special_ids, end_ids)
+    # llguidance needs one: a token that the model does not have.
+    return Vocabulary([*tokens, b"<end>"], [*special_ids, num_token_ids], [num_token_ids])
+
+
+def _close(rehearsals: Iterable[Rehearsal]) -> None:
+    for rehearsal in rehearsals:
+        rehearsal.close()
+
+
+def _reason(message: str) -> str:
+    """What llguidance says, without the whole grammar before the point of it."""
+    message = message.removesuffix("<non-verbose/>").strip()
+    causes = [line for line in message.splitlines() if line.startswith("error: ")]
+    message = causes[-1].removeprefix("error: ") if causes else message
+    return message if len(message) <= _MAX_REASON_LENGTH else message[:_MAX_REASON_LENGTH] + "..."

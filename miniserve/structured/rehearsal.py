@@ -1,0 +1,177 @@
+"""Tries a grammar in a process of its own before it is let into this one.
+
+llguidance cannot be interrupted, and its limits do not cover everything: a short grammar may compile for hours, take
+gigabytes, or overflow the stack. Here that ends a child process, with an alarm clock, little memory and a small stack,
+and the grammar is refused. What the child survives does no harm where there is more room.
+
+The child is this module, run as a program: JSON lines in, first the vocabulary, then grammars; JSON lines out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any
+
+import psutil
+from llguidance import LLMatcher, LLTokenizer
+
+from miniserve.errors import InternalError
+from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
+
+REHEARSAL_SECONDS = 1.5
+_NUM_STEPS = 16
+_MAX_MASK_SECONDS = 0.25  # of processor time
+_MAX_GRAMMAR_BYTES = 2**26
+_MEMORY_BYTES = 2**31  # address space, most of which is never touched
+# Less than any thread has in which a grammar is compiled or followed.
+_STACK_BYTES = 2**20
+_TOO_HARD = f"it takes more than {REHEARSAL_SECONDS:g} s, or too much memory, to compile"
+
+
+class Rehearsal:
+    """One child process, started when it is needed first, and again after a grammar that ended it.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def refusal(self, grammar: str) -> str:
+        """Why llguidance should not be given this grammar; empty if it may. Takes `REHEARSAL_SECONDS` at most.
+
+        Raises:
+            InternalError: no process can be started.
+        """
+        process = self._process or self._start()
+        try:
+            reply = _exchange(process, {"grammar": grammar})
+        except (OSError, ValueError):  # it has ended
+            self.close()
+            return _TOO_HARD
+        return str(reply["refusal"])
+
+    def close(self) -> None:
+        """End the child."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what is still in the pipe has no reader
+                pipe.close()
+        process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        vocabulary = self._vocabulary()
+        tokens = [token.decode("latin-1") for token in vocabulary.tokens]
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+            )
+            _exchange(process, {"tokens": tokens, "special_ids": vocabulary.special_ids, "end_ids": vocabulary.end_ids})
+        except (OSError, ValueError) as error:
+            self.close()
+            raise InternalError(f"the process that tries grammars cannot be started: {error}") from error
+        return process
+
+
+def _exchange(process: subprocess.Popen[bytes], message: object) -> Any:
+    """One line there, one line back; raises ValueError if there is none."""
+    assert process.stdin is not None and process.stdout is not None
+    _write(process.stdin, message)
+    return json.loads(process.stdout.readline())
+
+
+def _write(pipe: IO[bytes], message: object) -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+# The child
+
+
+def rehearse(tokenizer: LLTokenizer, grammar: str) -> str:
+    """Compile it and write the beginning of an answer: what cannot be done, or is too much; empty if all is well."""
+    before = _resident_bytes()
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        return matcher.get_error()
+    dice, num_written = random.Random(0), 0
+    while num_written < _NUM_STEPS:
+        start = time.thread_time()
+        mask = matcher.compute_bitmask()
+        if time.thread_time() - start > _MAX_MASK_SECONDS:
+            return "it takes too long to find out what may come next: too much of it matches at once"
+        token_id = _some_token(mask, tokenizer, dice)
+        if token_id is None or not matcher.consume_token(token_id) or matcher.is_stopped():
+            break
+        num_written += 1
+    error = matcher.get_error() if matcher.is_error() else ""
+    if "NoExtension" in error:  # a dead end is reached by chance, unless it is at the beginning
+        error = "" if num_written else "no answer is possible"
+    elif "satisfy the grammar" in error:  # what the mask allowed
+        error = "it asks for text that the model has no tokens for"
+    if error:
+        return error
+    return "it takes too much memory" if _resident_bytes() - before > _MAX_GRAMMAR_BYTES else ""
+
+
+def _some_token(mask: bytes, tokenizer: LLTokenizer, dice: random.Random) -> int | None:
+    """One of the allowed tokens that do not end the answer."""
+    first, end_ids = dice.randrange(len(mask)), tokenizer.eos_tokens
+    for place in (*range(first, len(mask)), *range(first)):
+        token_ids = [8 * place + bit for bit in range(8) if mask[place] >> bit & 1] if mask[place] else []
+        if allowed := [token_id for token_id in token_ids if token_id not in end_ids]:
+            chosen: int = dice.choice(allowed)
+            return chosen
+    return None
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _serve() -> None:
+    read, write = sys.stdin.buffer, sys.stdout.buffer
+    fields = json.loads(read.readline())
+    tokens = [token.encode("latin-1") for token in fields["tokens"]]
+    tokenizer = make_tokenizer(Vocabulary(tokens, fields["special_ids"], fields["end_ids"]))
+    _write(write, {})
+    for line in read:
+        # The alarm ends the process, whatever code is running, and whether or not the parent is still there.
+        signal.setitimer(signal.ITIMER_REAL, REHEARSAL_SECONDS)
+        refusal = rehearse(tokenizer, json.loads(line)["grammar"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(write, {"refusal": refusal})
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is meant
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, _MEMORY_BYTES)):
+        with suppress(OSError, ValueError):  # not every system has every limit
+            resource.setrlimit(limit, (value, value))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    _main()

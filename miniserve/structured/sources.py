@@ -1,0 +1,92 @@
+"""From what a user asks an answer to look like to a grammar in llguidance's form. Owns the options of JSON.
+
+Finds out what is no JSON or no text at all; whether a grammar makes sense is for the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+
+from miniserve.errors import InvalidParameterError
+from miniserve.sampling_params import StructuredOutput
+
+# All but `whitespace_pattern` are the defaults, which a schema must not change for itself. White space between the
+# parts of a document is one blank, or a line break with indentation: a small model would write it for ever.
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ ]|\n[ ]{0,40}",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_BACKUS_NAUR = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
+
+
+def to_grammar(asked: StructuredOutput) -> str:
+    """The grammar's text.
+
+    JSON is written with one blank or a line break and indentation, or nothing, between its parts. A schema's own
+    "x-guidance" is put aside.
+
+    Raises:
+        InvalidParameterError: it is not even well-formed.
+    """
+    try:
+        asked.source.encode()
+    except UnicodeEncodeError as error:
+        raise refused(asked, f"half a surrogate pair at character {error.start} is not valid Unicode") from error
+    match asked.kind:
+        case "json":
+            return _from_schema(asked)
+        case "choice":
+            return _from_choices(asked)
+        case "regex":
+            return LLMatcher.grammar_from_regex(asked.source)
+        case "grammar":
+            if _BACKUS_NAUR.search(asked.source):
+                raise refused(
+                    asked,
+                    "it looks like GBNF or another Backus-Naur form; write it in Lark, as llguidance reads it: "
+                    '"start: ..." is the first rule, with ":" in place of "::="',
+                )
+            return LLMatcher.grammar_from_lark(asked.source)
+
+
+def refused(asked: StructuredOutput, reason: str) -> InvalidParameterError:
+    """The error that says why there is no grammar."""
+    return InvalidParameterError(
+        f"structured_outputs.{asked.kind} cannot be used: {reason}", param="structured_outputs"
+    )
+
+
+def _from_schema(asked: StructuredOutput) -> str:
+    schema = _parse(asked)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise refused(asked, f"a schema is a JSON object, got {json.dumps(schema)[:100]}")
+    known = {name: value for name, value in schema.items() if name != "x-guidance"}
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(known), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    except ValueError as error:  # JSON that only Python reads: NaN, half a surrogate pair
+        raise refused(asked, f"it is not valid JSON: {error}") from error
+
+
+def _from_choices(asked: StructuredOutput) -> str:
+    choices = _parse(asked)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise refused(asked, "it must be a list of strings, with one at least")
+    # As one terminal: as alternatives of a rule, thousands would be too many.
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
+
+
+def _parse(asked: StructuredOutput) -> Any:
+    try:
+        return json.loads(asked.source)
+    except RecursionError as error:
+        raise refused(asked, "it is nested too deeply") from error
+    except ValueError as error:
+        raise refused(asked, f"it is not valid JSON: {error}") from error

@@ -1,0 +1,211 @@
+"""What every tool format shares: the tools of a request, the deltas of an answer, and the two roles of a format.
+
+A `ToolFormat` knows one syntax of calls: it makes a `ToolParser`, which reads that syntax as it is generated, and a
+grammar, which makes a model write it. Owns the checks of the `tools` field. Does not know tokens, nor any syntax.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from miniserve.errors import InvalidParameterError, shown
+from miniserve.sampling_params import StructuredOutput
+
+Message = Mapping[str, Any]
+
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 100  # what walks through a schema may recurse
+NO_IDS: Mapping[str, int] = MappingProxyType({})
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments; empty where the request has none: any object then.
+        strict: its arguments have to be valid against the schema.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+    @classmethod
+    def from_openai(cls, tool: Any, where: str) -> Tool:
+        """Read one entry of the `tools` field; `where` is what errors call it, such as "tools[0]".
+
+        Raises:
+            InvalidParameterError: it is malformed.
+        """
+        if not isinstance(tool, Mapping):
+            raise _error(f"{where} must be an object with a type and a function, got {shown(tool)}")
+        if tool.get("type") != "function":
+            raise _error(f"{where}.type must be 'function', got {shown(tool.get('type'))}")
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise _error(f"{where}.function must be an object with a name, got {shown(function)}")
+        where = f"{where}.function"
+        name, description, strict = function.get("name"), function.get("description"), function.get("strict")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise _error(f"{where}.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.', '-', got {shown(name)}")
+        if description is not None and not isinstance(description, str):
+            raise _error(f"{where}.description must be a string, got {shown(description)}")
+        if strict is not None and not isinstance(strict, bool):
+            raise _error(f"{where}.strict must be true or false, got {shown(strict)}")
+        return cls(name, description, _parameters(function.get("parameters"), where), bool(strict))
+
+    def to_openai(self) -> dict[str, Any]:
+        """As chat templates take it: what the request said, without `strict`, which no model knows."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters:
+            function["parameters"] = dict(self.parameters)
+        return {"type": "function", "function": function}
+
+
+def read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
+    """Read the `tools` field.
+
+    Raises:
+        InvalidParameterError: a tool is malformed, two have the same name, or there are too many.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise _error(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are allowed")
+    result: dict[str, Tool] = {}
+    for index, entry in enumerate(tools):
+        tool = Tool.from_openai(entry, f"tools[{index}]")
+        if tool.name in result:
+            raise _error(f"tools[{index}].function.name is {tool.name!r} again; give each function a name of its own")
+        result[tool.name] = tool
+    return tuple(result.values())
+
+
+def _parameters(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _error(f"{where}.parameters must be a JSON schema, got {shown(value)}")
+    if value and value.get("type", "object") != "object":
+        raise _error(f"{where}.parameters must be a schema of type 'object', got {shown(value['type'])}")
+    check_depth(value, f"{where}.parameters", "tools")
+    return value
+
+
+def check_depth(schema: Any, where: str, param: str) -> None:
+    """Refuse a schema that nests deeper than any honest one.
+
+    Raises:
+        InvalidParameterError: of `param`, whose part `where` it is.
+    """
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise InvalidParameterError(f"{where} nests more than {MAX_SCHEMA_DEPTH} deep; make it flatter", param=param)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _error(message: str) -> InvalidParameterError:
+    return InvalidParameterError(message, param="tools")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins. `index` counts the calls of the answer from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments of call `index`: all of them joined are the text of one JSON object."""
+
+    index: int
+    text: str
+
+
+Delta = TextDelta | CallStart | ArgumentsDelta
+
+
+class ToolParser(ABC):
+    """Reads the text of one answer as it is generated. The joined deltas do not depend on how it is cut into pushes."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[Delta]:
+        """Add generated text; returns what is certain now."""
+
+    @abstractmethod
+    def flush(self) -> list[Delta]:
+        """End the text; returns what was held back."""
+
+
+class ToolFormat(ABC):
+    """One syntax of tool calls. Stateless.
+
+    Attributes:
+        name: what the start-up lines call it.
+        shown_tokens: special tokens whose text the parser has to see.
+        told_by_template: the chat template tells the model of the tools; otherwise `with_tools` does.
+    """
+
+    name: ClassVar[str]
+    shown_tokens: ClassVar[tuple[str, ...]] = ()
+    told_by_template: ClassVar[bool] = True
+
+    @abstractmethod
+    def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
+        """A parser for one answer of a model that was told of `tools`; calls beyond `max_calls` are dropped."""
+
+    @abstractmethod
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        max_calls: int | None = None,
+        answer: StructuredOutput | None = None,
+        required: bool = False,
+        special_ids: Mapping[str, int] = NO_IDS,
+    ) -> str:
+        """What the model has to write, in llguidance's Lark: calls of `tools` that the parser reads back as valid.
+
+        Args:
+            max_calls: None is as many as `lark.MAX_CALLS`.
+            answer: what an answer without calls looks like; None for free text, which may have calls in it.
+            required: nothing but calls, at least one.
+            special_ids: ids of those `shown_tokens` that are special tokens; the others are text like any.
+
+        Raises:
+            InvalidParameterError: this syntax cannot carry a tool's parameters.
+        """
+
+    def with_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The messages that the chat template gets. Those given, where it knows tools itself."""
+        return list(messages)
+
+    def new_call_id(self) -> str:
+        """A fresh id for a call, as the model's template takes it back."""
+        return f"call_{secrets.token_hex(12)}"

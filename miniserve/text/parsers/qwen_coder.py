@@ -1,0 +1,125 @@
+"""Qwen3-Coder's syntax: tags for the function and for each parameter, values as plain text.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+Values become JSON by the type that the parameter has in the tool's schema: a string is escaped as it comes; all else
+waits for its end, and is a string if it is no JSON of such a type. The model leaves the outer tags away at times: a
+function that is known is called all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from miniserve.sampling_params import StructuredOutput
+from miniserve.text.parsers import lark, xml_values
+from miniserve.text.parsers.base import NO_IDS, Tool, ToolFormat, ToolParser
+from miniserve.text.parsers.call_parser import CallParser, Outcome, drop
+from miniserve.text.parsers.hermes import END, START, tagged_calls
+from miniserve.text.parsers.reader import Malformed, Wait
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_TAG_NAME = re.compile(r"[^<>\n]*")
+_KEY = re.compile(r"[^>\n]*")
+
+
+class QwenCoderFormat(ToolFormat):
+    """Tags for function and parameters."""
+
+    name = "qwen_coder"
+
+    def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
+        """As `ToolFormat.parser`."""
+        return _QwenCoderParser(tools, max_calls)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        max_calls: int | None = None,
+        answer: StructuredOutput | None = None,
+        required: bool = False,
+        special_ids: Mapping[str, int] = NO_IDS,
+    ) -> str:
+        """As `ToolFormat.grammar`."""
+        rules: list[str] = []
+        calls = [_call(tool, index, rules) for index, tool in enumerate(tools)]
+        rules.append(lark.either("call", calls))
+        return tagged_calls(rules, max_calls=max_calls, answer=answer, required=required)
+
+
+def _call(tool: Tool, index: int, rules: list[str]) -> str:
+    parts = [lark.literal(f"\n{FUNCTION}{tool.name}>\n")]
+    for number, parameter in enumerate(xml_values.parameters(tool)):
+        rule = f"value_{index}_{number}"
+        rules += xml_values.value_rules(rule, parameter, PARAMETER_END)
+        text = f"({lark.literal(f'{PARAMETER}{parameter.key}>{chr(10)}')} {rule})"
+        parts.append(text if parameter.required else f"{text}?")
+    parts.append(lark.literal(f"{FUNCTION_END}\n{END}"))
+    return " ".join(parts)
+
+
+class _QwenCoderParser(CallParser):
+    def _read(self) -> Wait[None]:
+        reader = self._reader
+        tag = yield from reader.take_until((START, FUNCTION), self._show)
+        while tag:
+            outcome = yield from self._call(tag, self._function(tag))
+            if outcome is Outcome.BROKEN:
+                tag = yield from reader.take_until((END, START), drop)
+                if tag == START:
+                    continue
+            elif outcome is Outcome.WHOLE:
+                yield from reader.take_space()
+                yield from reader.take_if(END)
+            tag = yield from reader.take_until((START, FUNCTION), self._show)
+
+    def _function(self, tag: str) -> Wait[None]:
+        reader = self._reader
+        if tag == START:
+            yield from reader.take_space()
+            yield from reader.expect(FUNCTION)
+        name = yield from reader.take_run(_TAG_NAME)
+        yield from reader.expect(">")
+        if tag == FUNCTION and name not in self._tools:
+            raise Malformed
+        self._name(name)
+        tool, opening = self._tools.get(name, Tool(name)), "{"
+        while True:
+            yield from reader.take_space()
+            if (yield from reader.expect(PARAMETER, FUNCTION_END)) == FUNCTION_END:
+                self._argue("{}" if opening == "{" else "}")
+                return
+            key = yield from reader.take_run(_KEY)
+            yield from reader.expect(">")
+            yield from self._value(f"{opening}{_quoted(key)}: ", xml_values.types_of(tool, key))
+            opening = ", "
+
+    def _value(self, beginning: str, types: frozenset[str] | None) -> Wait[None]:
+        """One parameter, without the line breaks that the model puts around its value."""
+        yield from self._reader.take_if("\n")
+        ends = ("\n" + PARAMETER_END, PARAMETER_END)
+        if types == xml_values.STRING:
+            self._argue(beginning + '"')
+            end = yield from self._reader.take_until(ends, lambda text: self._argue(_quoted(text)[1:-1]))
+            value = '"'
+        else:
+            parts: list[str] = []
+            end = yield from self._reader.take_until(ends, parts.append)
+            value = beginning + xml_values.as_json("".join(parts), types)
+        if not end:
+            raise Malformed
+        self._argue(value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

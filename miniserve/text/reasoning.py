@@ -1,0 +1,117 @@
+"""Where reasoning ends and the answer begins. Owns the known tags, and the text that may still become one.
+
+A model that reasons does so first, between two tags; only text that opens with the start tag, or whose prompt ended in
+it, has reasoning. Everything behind the end tag is the answer, whatever tags it may spell. Does not know tokens.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from miniserve.outputs import Thinking
+
+# One row a spelling: a template that mentions either tag is that of a model which reasons so.
+_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),
+    ("◁think▷", "◁/think▷"),
+)
+
+
+def find_thinking(template: str | None) -> Thinking | None:
+    """How the model of a chat template marks its reasoning; None if the template knows of none."""
+    if template is None:
+        return None
+    return next((Thinking(start, end) for start, end in _TAGS if start in template or end in template), None)
+
+
+class Phase(Enum):
+    """What the text has come to."""
+
+    START = auto()  # only white space so far, or the beginning of the start tag: reasoning may begin
+    REASONING = auto()
+    CONTENT = auto()  # the answer, up to the end
+
+
+class ReasoningSplitter:
+    """Splits the text of one request; joined, its results do not depend on how the text is cut into pushes.
+
+    Neither part has the white space at the tags: around the reasoning, and before the answer behind it. Without a start
+    tag at the beginning everything is the answer, white space and later tags included; without an end tag everything is
+    reasoning.
+
+    Args:
+        thinking: None where no reasoning is looked for.
+
+    Attributes:
+        phase: what the text has come to.
+        has_reasoning: whether reasoning has begun; it may have ended.
+    """
+
+    def __init__(self, thinking: Thinking | None) -> None:
+        self._start, self._end = ("", "") if thinking is None else (thinking.start, thinking.end)
+        if thinking is None:
+            self.phase = Phase.CONTENT
+        else:
+            self.phase = Phase.REASONING if thinking.inside else Phase.START
+        self.has_reasoning = self.phase is Phase.REASONING
+        self._held = ""  # may become a tag
+        self._spaces = ""  # white space behind reasoning that was shown
+        self._has_shown = False  # some reasoning was shown
+        self._drops_spaces = False  # white space behind the end tag
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text; returns what of the reasoning and of the answer may be shown now."""
+        if self.phase is Phase.CONTENT:
+            return "", self._content(text)
+        seen, self._held = self._held + text, ""
+        return self._begin(seen) if self.phase is Phase.START else self._reason(seen)
+
+    def flush(self) -> tuple[str, str]:
+        """End the text: what was held back became no tag."""
+        held, self._held = self._held, ""
+        if self.phase is Phase.START:
+            self.phase = Phase.CONTENT
+            return "", held
+        return self._reasoning(held), ""
+
+    def _begin(self, seen: str) -> tuple[str, str]:
+        text = seen.lstrip()
+        if text.startswith(self._start):
+            self.phase, self.has_reasoning = Phase.REASONING, True
+            return self._reason(text[len(self._start) :])
+        if self._start.startswith(text):
+            self._held = seen
+            return "", ""
+        self.phase = Phase.CONTENT
+        return "", seen
+
+    def _reason(self, seen: str) -> tuple[str, str]:
+        reasoning, tag, content = seen.partition(self._end)
+        if tag:
+            self.phase, self._drops_spaces = Phase.CONTENT, True
+            return self._reasoning(reasoning), self._content(content)
+        shown = len(seen) - _overlap(seen, self._end)
+        self._held = seen[shown:]
+        return self._reasoning(seen[:shown]), ""
+
+    def _reasoning(self, text: str) -> str:
+        """Without white space at its ends; what may be in its middle waits for more."""
+        seen = self._spaces + text if self._has_shown else text.lstrip()
+        shown = seen.rstrip()
+        self._spaces = seen[len(shown) :]
+        self._has_shown = self._has_shown or bool(shown)
+        return shown
+
+    def _content(self, text: str) -> str:
+        if self._drops_spaces:
+            text = text.lstrip()
+            self._drops_spaces = not text
+        return text
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The length of the longest end of `text` with which `tag` begins, and no more than begins."""
+    return next((length for length in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:length])), 0)

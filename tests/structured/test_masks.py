@@ -1,0 +1,112 @@
+"""Masks in the background: whose they are, what else is allowed, and what fails alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miniserve.sampling_params import StructuredOutput
+from miniserve.structured import masks as masks_module
+from miniserve.structured.compiler import GrammarError
+from miniserve.structured.masks import MaskQuery, Masks, MaskWorker
+from tests.structured.grammars import Model, allowed
+
+
+class FakeMatcher:
+    """Allows one token; or fails, or waits."""
+
+    num_words = 3
+
+    def __init__(
+        self, token_id: int = 0, failure: BaseException | None = None, wait_for: threading.Event | None = None
+    ) -> None:
+        self.token_id = token_id
+        self.failure = failure
+        self.wait_for = wait_for
+
+    def fill(self, row: Any) -> None:
+        if self.wait_for is not None:
+            assert self.wait_for.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        row.view(np.uint32)[self.token_id // 32] |= np.uint32(1 << self.token_id % 32)
+
+
+def query(request_id: str, *also_allowed: int, **matcher: Any) -> MaskQuery:
+    return MaskQuery(request_id, FakeMatcher(**matcher), also_allowed)  # type: ignore[arg-type]
+
+
+def ids(row: Any) -> list[int]:
+    assert row.dtype == np.int32 and row.shape == (3,)
+    return [int(index) for index in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))]
+
+
+def test_nobody_asks() -> None:
+    worker = MaskWorker()
+    assert worker.start([]).result() == Masks({}, {})
+    assert not worker._threads._threads, "no thread starts for nothing"
+    worker.close()
+
+
+def test_each_request_gets_its_own() -> None:
+    worker = MaskWorker()
+    pending = worker.start([query("a", token_id=31), query("b", 32, 95, token_id=63), query("c", 31, token_id=0)])
+    masks = pending.result()
+    assert {request_id: ids(row) for request_id, row in masks.rows.items()} == {
+        "a": [31],
+        "b": [32, 63, 95],
+        "c": [0, 31],
+    }
+    assert not masks.errors and pending.result() is masks
+    worker.close()
+
+
+class Panic(BaseException):
+    """As llguidance's own, which is no Exception."""
+
+
+def test_what_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    worker = MaskWorker(num_threads=1)
+    queries = [
+        query("a", failure=GrammarError("it is too deep")),
+        query("b", token_id=7),
+        query("c", failure=RuntimeError("a secret")),
+        query("d", failure=Panic("a secret")),
+    ]
+    with caplog.at_level(logging.ERROR):
+        masks = worker.start(queries).result()
+    assert {request_id: ids(row) for request_id, row in masks.rows.items()} == {"b": [7]}
+    assert masks.errors == {"a": "it is too deep", "c": "its grammar failed", "d": "its grammar failed"}
+    assert len(caplog.records) == 2
+    worker.close()
+
+
+def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds up nobody from then on, although its thread is not to be stopped."""
+    monkeypatch.setattr(masks_module, "MASK_SECONDS", 0.2)
+    worker, release = MaskWorker(num_threads=1), threading.Event()
+    stuck = worker.start([query("a", wait_for=release)])
+    masks = stuck.result()
+    assert set(masks.errors) == {"a"} and "takes more than" in masks.errors["a"]
+    monkeypatch.setattr(masks_module, "MASK_SECONDS", 60.0)
+    assert ids(worker.start([query("b", token_id=5)]).result().rows["b"]) == [5]
+    release.set()
+    worker.close()
+
+
+def test_real_masks_of_many_answers_at_once(model: Model) -> None:
+    worker = MaskWorker(num_threads=3)
+    texts = [f"{letter}{letter}" for letter in "abcdefgh"]
+    matchers = [model.compiler.compile(StructuredOutput("regex", text)).start() for text in texts]
+    queries = [MaskQuery(text, matcher, (49_151,)) for text, matcher in zip(texts, matchers, strict=True)]
+    masks = worker.start(queries).result()
+    for text, matcher in zip(texts, matchers, strict=True):
+        row = masks.rows[text]
+        assert row.shape == (model.tokenizer.num_token_ids // 32,)
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+        assert set(np.flatnonzero(bits).tolist()) == allowed(matcher) | {49_151}
+    worker.close()
