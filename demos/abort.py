@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 PROMPT = sys.argv[2] if len(sys.argv) > 2 else "Once upon a time"
 MAX_TOKENS, NUM_PIECES, PATIENCE, DEADLINE = 1000, 10, 1.0, 30.0  # the last two in seconds
@@ -39,6 +41,7 @@ def main() -> None:
 def leave_stream(client: httpx.Client) -> None:
     """Read some pieces, and close the connection."""
     with client.stream("POST", f"{BASE_URL}/completions", json={**REQUEST, "stream": True}) as response:
+        response.raise_for_status()
         for _ in islice((line for line in response.iter_lines() if line), NUM_PIECES):
             pass
 
@@ -46,7 +49,7 @@ def leave_stream(client: httpx.Client) -> None:
 def leave_plain(client: httpx.Client) -> None:
     """Give up waiting for the answer."""
     try:
-        client.post(f"{BASE_URL}/completions", json=REQUEST, timeout=PATIENCE)
+        client.post(f"{BASE_URL}/completions", json=REQUEST, timeout=PATIENCE).raise_for_status()
     except httpx.ReadTimeout:
         return
     sys.exit(f"the server had all {MAX_TOKENS} tokens within {PATIENCE:g} s: it is too fast for this demo")
@@ -68,11 +71,8 @@ def made(client: httpx.Client, before: dict[str, Any]) -> int:
 
 def stats(client: httpx.Client) -> dict[str, Any]:
     """The server at a glance."""
-    return dict(client.get(f"{BASE_URL.removesuffix('/v1')}/stats").json())
+    return dict(client.get(f"{BASE_URL.removesuffix('/v1')}/stats").raise_for_status().json())
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except httpx.ConnectError:
-        sys.exit(f"no server at {BASE_URL}; start one: uv run main.py serve --model smollm2")
+    run(main, __doc__, BASE_URL)

@@ -18,6 +18,8 @@ import openai
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 PROMPT = sys.argv[2] if len(sys.argv) > 2 else "Tell me a long story about a lighthouse."
 LONG_REQUESTS, LONG_TOKENS, SHORT_TOKENS = ("long 1", "long 2", "long 3"), 120, 8
@@ -73,7 +75,4 @@ async def race(client: openai.AsyncOpenAI, model: str, bars: Progress) -> list[t
 
 
 if __name__ == "__main__":
-    try:
-        asyncio.run(main())
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {BASE_URL}; start one: uv run main.py serve --model smollm2")
+    run(lambda: asyncio.run(main()), __doc__, BASE_URL)

@@ -334,6 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(parser, asked)
     headers = {"Authorization": f"Bearer {asked.api_key}"} if asked.api_key else {}
     base_url = asked.base_url.rstrip("/")
+    try:
+        httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        sys.exit(f"{base_url[:MAX_MESSAGE]} is no URL of a server: {error}; give one like http://127.0.0.1:8000/v1")
     load = _load(asked, base_url, asked.model or first_model(base_url, headers))
     try:
         sink = nullcontext(None) if asked.out is None else asked.out.open("w", encoding="utf-8")
@@ -350,13 +354,21 @@ def _run_with_bar(load: Load, headers: Mapping[str, str], out: TextIO | None) ->
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("requests", total=load.requests)
+        answered = 0
 
         def done(result: Result) -> None:
+            nonlocal answered
+            answered += result.error is None
             bars.advance(bar)
             if out is not None:  # at once: a run that is broken off leaves what it has
                 print(result.to_json(), file=out, flush=True)
 
-        return asyncio.run(run(load, headers, done))
+        try:
+            return asyncio.run(run(load, headers, done))
+        except KeyboardInterrupt:
+            bars.stop()
+            print(f"interrupted: {answered} of {load.requests} requests were answered", file=sys.stderr)
+            raise
 
 
 def first_model(base_url: str, headers: Mapping[str, str]) -> str:
@@ -369,7 +381,7 @@ def first_model(base_url: str, headers: Mapping[str, str]) -> str:
     except httpx.TransportError as error:
         sys.exit(f"no server at {base_url} ({error}); start one: uv run main.py serve --model smollm2")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"{base_url}/models names no model ({error!r}); check the URL, or give --model")
+        sys.exit(f"{base_url}/models names no model ({error}); check the URL, or give --model")
 
 
 def _parser() -> argparse.ArgumentParser:

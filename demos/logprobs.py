@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 PROMPT = sys.argv[2] if len(sys.argv) > 2 else "What is the capital of France, and what is it known for?"
 LEVELS = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))  # from this probability on
@@ -61,7 +63,4 @@ def closest(entries: list[ChatCompletionTokenLogprob]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {BASE_URL}; start one: uv run main.py serve --model smollm2")
+    run(main, __doc__, BASE_URL)

@@ -1,8 +1,7 @@
 """Preemption: when the KV pool is full, the newest request gives its blocks back and is computed again later.
 
-What to look at: four requests run, the pool fills, "running" falls and "waiting" rises, and still each answer is the
-same as when its request was alone. It needs a pool so small that four answers do not fit, and fp32, in which an answer
-does not depend on its neighbours:
+What to look at: four requests run, the pool fills, "running" falls and "waiting" rises, and still each answer is as it
+was alone. It needs a pool too small for four answers, and fp32, in which an answer does not depend on its neighbours:
 
     uv run main.py serve --model smollm2 --num-kv-blocks 16 --dtype float32
     uv run demos/preemption.py [base-url] [prompt]
@@ -19,10 +18,11 @@ from typing import Any
 import httpx
 import openai
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 PROMPT = sys.argv[2] if len(sys.argv) > 2 else "Tell me a story about"
-ANIMALS = ("a fox", "an owl", "a whale", "a snail")
-MAX_TOKENS = 64
+ANIMALS, MAX_TOKENS, BLOCK_SIZE = ("a fox", "an owl", "a whale", "a snail"), 64, 16
 START = "uv run main.py serve --model smollm2 --num-kv-blocks 16 --dtype float32"
 
 
@@ -38,6 +38,11 @@ def main() -> None:
         )
         return answer.choices[0].text
 
+    need = sum(-(-(len(f"{PROMPT} {animal}".encode()) + 1 + MAX_TOKENS) // BLOCK_SIZE) for animal in ANIMALS)
+    if (total := stats()["kv_blocks_total"]) >= need:  # a token but the first has at least a byte: no more is ever used
+        sys.exit(
+            f"the pool has {total} KV blocks, and four answers fit; this demo needs a small one, and fp32: {START}"
+        )
     print("one after the other ...")
     alone = [ask(animal) for animal in ANIMALS]
     print("all at once:")
@@ -69,11 +74,8 @@ def watch(answers: list[Future[str]], before: int) -> None:
 
 def stats() -> dict[str, Any]:
     """The server at a glance."""
-    return dict(httpx.get(f"{BASE_URL.removesuffix('/v1')}/stats").json())
+    return dict(httpx.get(f"{BASE_URL.removesuffix('/v1')}/stats").raise_for_status().json())
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {BASE_URL}; start one: {START}")
+    run(main, __doc__, BASE_URL, START)

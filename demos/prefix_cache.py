@@ -20,6 +20,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 RULES = "You answer travellers' questions at a railway station. Be friendly, be brief, and name the platform. " * 12
 HERE, ELSEWHERE = uuid4().hex, uuid4().hex  # new in each run, so that the first question meets an empty cache
@@ -72,7 +74,4 @@ def ask(client: openai.OpenAI, model: str, system: str, question: str) -> Row:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {BASE_URL}; start one: uv run main.py serve --model smollm2")
+    run(main, __doc__, BASE_URL)

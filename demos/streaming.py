@@ -19,6 +19,8 @@ import openai
 from rich.console import Console
 from rich.text import Text
 
+from demos.common import run
+
 BASE_URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 PROMPT = sys.argv[2] if len(sys.argv) > 2 else "Tell me in three sentences how rain forms."
 MAX_TOKENS = 80
@@ -63,7 +65,4 @@ def report(console: Console, arrivals: list[float], num_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {BASE_URL}; start one: uv run main.py serve --model smollm2")
+    run(main, __doc__, BASE_URL)

@@ -102,7 +102,8 @@ def readme(files: Sequence[Artifact], with_pictures: bool) -> str:
             f"| [{INPUT}]({INPUT}) | a request; the only file that is not made by the run | |",
             *rows,
             "",
-            "By hand, the server listens on its default port, 8000. The logs are without the lines of `/stats`.",
+            "By hand, the server listens on its default port, 8000; this run's had another: see the stream's line 1."
+            " The logs are without the lines of `/stats`.",
             "",
         )
     )

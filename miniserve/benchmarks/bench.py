@@ -57,6 +57,8 @@ class BenchOptions:
         for flag, path in (("--json", self.json), ("--plot", self.plot)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ConfigError(f"{flag} {path} cannot be written: it must be a file in a folder that exists")
+        if self.json is not None and self.json == self.plot:
+            raise ConfigError(f"--json and --plot are both {self.json}: give each a file of its own")
         if self.plot is not None:
             if self.plot.suffix != ".png":
                 raise ConfigError(f"--plot {self.plot}: the plot is a PNG; name it {self.plot.with_suffix('.png')}")
@@ -84,7 +86,8 @@ def bench(config: EngineConfig, options: BenchOptions, progress_bar: ProgressBar
             results.setdefault(name, []).append(run)
             prompts = run.prompts  # our engine has rendered and tokenised; the others get the same token ids
     title = f"{config.model}, {options.num_prompts} prompts, {options.max_tokens} tokens each"
-    Console().print(report.table(results, title))
+    console = Console()
+    console.print(report.table(results, title, console.width))
     if options.json is not None:
         report.write_json(options.json, results, _settings(config, options))
     if options.plot is not None:

@@ -37,6 +37,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("p90 latency", "p90_latency_seconds", _duration),
     ("cached", "cached_share", "{:.0%}".format),
 )
+FULL_WIDTH = 75
+_LEFT_OUT = ("req/s", "tot tok/s", "p90 latency")
 
 
 def metrics(run: Measurement) -> Metrics:
@@ -79,16 +81,17 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def table(results: Results, title: str) -> Table:
-    """One row an arm."""
+def table(results: Results, title: str, width: int = FULL_WIDTH) -> Table:
+    """One row an arm. In less than `FULL_WIDTH` columns of text, without what can be told from the rest."""
+    columns = [column for column in COLUMNS if width >= FULL_WIDTH or column[0] not in _LEFT_OUT]
     grid = Table(title=title, caption=_caption(results), box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     grid.title_justify = grid.caption_justify = "left"
     grid.add_column("arm", no_wrap=True)
-    for header, _, _ in COLUMNS:
-        grid.add_column(header, justify="right", overflow="fold")  # a header may wrap: all of it fits into 80 columns
+    for header, _, _ in columns:
+        grid.add_column(header, justify="right", overflow="fold")  # a header may wrap
     for arm, runs in results.items():
         values = medians(runs)
-        cells = (("-" if (value := values[name]) is None else form(value)) for _, name, form in COLUMNS)
+        cells = (("-" if (value := values[name]) is None else form(value)) for _, name, form in columns)
         grid.add_row(arm, *cells)
     return grid
 

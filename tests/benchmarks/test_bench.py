@@ -125,6 +125,14 @@ def test_refused_before_anything_is_measured(
     assert ": error: " in line and flag in line and value in line
 
 
+def test_one_file_for_both(workers: type[FakeWorker], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plot took the place of the JSON without a word."""
+    path = str(tmp_path / "a.png")
+    assert cli.main(["bench", "--model", "m", "--json", path, "--plot", path]) == 2
+    assert "give each a file of its own" in capsys.readouterr().err
+    assert not workers.started
+
+
 def test_a_plot_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="matplotlib"):

@@ -101,3 +101,17 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         report.write_json(missing, RESULTS, {})
     with pytest.raises(ConfigError, match="--plot"):
         report.write_plot(missing, RESULTS, "the title")
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_numbers_are_never_split(width: int) -> None:
+    """In a terminal of 60 columns, "1355.3" stood on two lines."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(report.table(RESULTS, "a title", width))
+    words = capture.get().split()
+    for values in map(report.medians, RESULTS.values()):
+        for name in ("output_tokens_per_second", "p50_latency_seconds"):
+            value, form = values[name], next(form for _, column, form in report.COLUMNS if column == name)
+            assert value is not None and form(value) in words
+    assert ("tot" in words) == (width >= report.FULL_WIDTH)

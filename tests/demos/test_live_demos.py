@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import runpy
+import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -84,9 +91,9 @@ def test_preemption_happens_and_the_answers_do_not_tell(demo: Demo, tiny_server:
 
 
 def test_preemption_names_the_flags_where_the_pool_is_large(demo: Demo, server: str) -> None:
-    _, code = demo("preemption", f"{server}/v1")
-    assert isinstance(code, str)
-    assert code.startswith("preemptions: 0;") and "--num-kv-blocks 16 --dtype float32" in code
+    printed, code = demo("preemption", f"{server}/v1")
+    assert printed == "" and isinstance(code, str)  # at once: nothing was asked
+    assert code.startswith("the pool has ") and "--num-kv-blocks 16 --dtype float32" in code
 
 
 def test_logprobs_are_coloured_and_the_closest_decisions_listed(
@@ -135,6 +142,81 @@ def test_a_demo_without_a_server_says_how_to_start_one(demo: Demo, name: str) ->
     printed, code = demo(name, NOBODY)
     assert printed == "" and isinstance(code, str)
     assert code.startswith(f"no server at {NOBODY}; start one: uv run main.py serve --model smollm2")
+
+
+class Leaving(BaseHTTPRequestHandler):
+    """Knows its model and its statistics, and hangs up on who asks for an answer."""
+
+    def do_GET(self) -> None:
+        """What a demo asks for first."""
+        idle = {"kv_blocks_total": 15, "preemptions": 0, "running": 0, "waiting": 0, "generation_tokens_total": 0}
+        self._begin(json.dumps({"data": [{"id": "any"}], **idle}).encode())
+
+    def do_POST(self) -> None:
+        """The beginning of an answer, of which there is more."""
+        piece = b'data: {"choices": [{"delta": {"content": "It"}}]}\n\n'
+        self._begin(piece, length=1000)
+
+    def _begin(self, body: bytes, length: int | None = None) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json" if length is None else "text/event-stream")
+        self.send_header("Content-Length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def leaving() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}/v1"
+        listener.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_that_goes_away_is_no_traceback(demo: Demo, leaving: str, name: str) -> None:
+    printed, code = demo(name, leaving)
+    assert isinstance(code, str) and code.startswith("the connection broke: ") and "\n" not in code
+    assert printed.endswith("\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_url_without_v1_is_named_with_what_it_answers(demo: Demo, server: str, name: str) -> None:
+    _, code = demo(name, server)
+    assert isinstance(code, str) and code.startswith(server) and "answers 404: " in code and "/v1" in code
+    assert "\n" not in code and "{" not in code
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_url_with_a_bad_port_is_named(demo: Demo, name: str) -> None:
+    _, code = demo(name, "http://127.0.0.1:notaport/v1")
+    assert isinstance(code, str) and code.startswith("http://127.0.0.1:notaport/v1 is no URL of a server: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_is_a_usage_line(demo: Demo, name: str) -> None:
+    printed, code = demo(name, "--help")
+    assert code is None and printed.startswith(f"usage: uv run demos/{name}.py [base-url]")
+
+
+@pytest.mark.parametrize("name", ["streaming", "continuous_batching"])
+def test_an_interrupted_demo_is_quiet(server: str, name: str) -> None:
+    command = [sys.executable, "-u", str(DEMOS / f"{name}.py"), f"{server}/v1", "<<pause 20>><<endless>>"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while httpx.get(f"{server}/stats").json()["running"] == 0 and process.poll() is None:
+                pass
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (130, "")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -234,6 +235,28 @@ def test_without_a_server_or_a_list_of_models_it_says_what_to_do(faulty: str) ->
         main(["http://127.0.0.1:9/v1/"])
     with pytest.raises(SystemExit, match=r"/models answers 404; .*give --model"):
         main([faulty])
+
+
+@pytest.mark.parametrize("flags", [[], ["--model", "any"]])
+def test_a_url_with_a_bad_port_is_named(flags: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^http://127.0.0.1:notaport/v1 is no URL of a server: [^(]*$"):
+        main(["http://127.0.0.1:notaport/v1", *flags])
+
+
+def test_an_interrupted_run_says_how_many_were_answered(server: str, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    command = [sys.executable, "demos/load_client.py", f"{server}/v1", "--requests", "900", "--concurrency", "1"]
+    command += ["--prompt-chars", "40", "--out", str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while process.poll() is None and not (out.exists() and out.read_text(encoding="utf-8")):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            printed, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, printed) == (130, "")
+    assert said == f"interrupted: {len(read(out))} of 900 requests were answered\n"
 
 
 @pytest.mark.parametrize(
