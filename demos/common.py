@@ -25,7 +25,7 @@ def run(demo: Callable[[], None], doc: str | None, base_url: str, start: str = S
         demo()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (httpx.HTTPError, httpx.InvalidURL, openai.OpenAIError, ExceptionGroup) as error:
+    except Exception as error:
         fail(error, base_url, start)
 
 
@@ -40,33 +40,32 @@ def fail(error: Exception, base_url: str, start: str) -> NoReturn:
     """End the process with what went wrong; of several failures at once, the first one that had begun."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    # The SDK wraps the transport's failures
-    cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else error
-    match cause:
-        case httpx.ConnectError() | httpx.ConnectTimeout():
-            sys.exit(f"no server at {base_url}; start one: {start}")
-        case httpx.InvalidURL() | httpx.UnsupportedProtocol():
-            sys.exit(f"{base_url[:MAX_MESSAGE]} is no URL of a server: {cause}; give one like http://127.0.0.1:8000/v1")
-        case openai.APIStatusError():
-            sys.exit(refusal(cause.response, cause.body))
-        case httpx.HTTPStatusError():
-            sys.exit(refusal(cause.response, None))
-        case httpx.TransportError():
-            print(flush=True)  # the answer may have come halfway through a line
-            sys.exit(f"the connection broke: {str(cause) or type(cause).__name__}")
-        case openai.APIError():  # an error in the stream
-            print(flush=True)
-            sys.exit(f"the server broke off: {one_line(cause.message)}")
-        case openai.OpenAIError() | httpx.HTTPError():
-            sys.exit(f"the server at {base_url} could not be asked: {one_line(str(error))}")
+    # The SDK wraps the transport's failures: those of httpx or of httpx2, whichever it finds, so names tell the kind
+    cause = (error.__cause__ or error) if isinstance(error, openai.APIConnectionError) else error
+    kinds = {kind.__name__ for kind in type(cause).__mro__}
+    if kinds & {"ConnectError", "ConnectTimeout"}:
+        sys.exit(f"no server at {base_url}; start one: {start}")
+    if kinds & {"InvalidURL", "UnsupportedProtocol"}:
+        sys.exit(f"{base_url[:MAX_MESSAGE]} is no URL of a server: {cause}; give one like http://127.0.0.1:8000/v1")
+    if isinstance(cause, openai.APIStatusError):
+        sys.exit(refusal(str(cause.response.url), cause.status_code, cause.body, cause.response.reason_phrase))
+    if isinstance(cause, httpx.HTTPStatusError):
+        answer = cause.response
+        sys.exit(refusal(str(answer.url), answer.status_code, None, answer.reason_phrase))
+    if "TransportError" in kinds or isinstance(cause, openai.APIConnectionError):
+        print(flush=True)  # the answer may have come halfway through a line
+        sys.exit(f"the connection broke: {one_line(str(cause)) or type(cause).__name__}")
+    if isinstance(cause, openai.APIError):  # an error in the stream
+        print(flush=True)
+        sys.exit(f"the server broke off: {one_line(cause.message)}")
     raise error
 
 
-def refusal(response: httpx.Response, body: object) -> str:
+def refusal(url: str, status: int, body: object, reason: str) -> str:
     """What a server answered in place of what was asked for."""
-    said = str(body["message"]) if isinstance(body, dict) and "message" in body else response.reason_phrase
-    hint = "; does the base URL end in /v1, and is it a miniserve?" if response.status_code == 404 else ""
-    return f"{response.url} answers {response.status_code}: {one_line(said)}{hint}"
+    said = str(body["message"]) if isinstance(body, dict) and "message" in body else reason
+    hint = "; does the base URL end in /v1, and is it a miniserve?" if status == 404 else ""
+    return f"{url} answers {status}: {one_line(said)}{hint}"
 
 
 def one_line(text: str) -> str:

@@ -40,9 +40,7 @@ def main() -> None:
 
     need = sum(-(-(len(f"{PROMPT} {animal}".encode()) + 1 + MAX_TOKENS) // BLOCK_SIZE) for animal in ANIMALS)
     if (total := stats()["kv_blocks_total"]) >= need:  # a token but the first has at least a byte: no more is ever used
-        sys.exit(
-            f"the pool has {total} KV blocks, and four answers fit; this demo needs a small one, and fp32: {START}"
-        )
+        sys.exit(f"the pool has {total} KV blocks, and all answers fit; this demo needs a small one and fp32: {START}")
     print("one after the other ...")
     alone = [ask(animal) for animal in ANIMALS]
     print("all at once:")
