@@ -37,7 +37,7 @@ from textual.worker import Worker
 
 SERVE_COMMAND = (sys.executable, str(Path(__file__).with_name("main.py")), "serve")
 STOP_SECONDS = 10.0  # for a child to end after SIGTERM, before SIGKILL
-RETRY_SECONDS = (0.5, 1, 2, 4, 8)  # the last one for ever
+RETRY_SECONDS = (0.5, 1, 2)  # the last one for ever
 
 
 class ChatError(Exception):
@@ -399,10 +399,11 @@ class ChatApp(App[None]):
         try:
             async with aclosing(self._client.stream(str(self._model), asked)) as reads:
                 async for events in reads:
+                    self._progress.update("")  # what went wrong before is over
                     await answer.add(events)
-        except UNREACHABLE as error:
+        except UNREACHABLE:
             if answer.meter.text:  # a second try would repeat it
-                raise ChatError(f"{str(error) or 'the connection broke'}; enter asks again") from None
+                raise ChatError("the server broke off the answer; enter asks again") from None
             raise
 
 

@@ -93,10 +93,10 @@ def fault(answer: dict[str, Any], schema: dict[str, Any]) -> str | None:
         value = json.loads(choice["message"]["content"])
     except ValueError as error:
         return f"{error}, finish_reason {choice['finish_reason']}: {choice['message']['content']!r:.200}"
-    error = next(
+    first = next(
         Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).iter_errors(value), None
     )
-    return None if error is None else f"{error.message:.200}"
+    return None if first is None else f"{first.message:.200}"
 
 
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:

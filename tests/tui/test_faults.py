@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 
-from tests.tui.chat_server import ChatServer, answer, delta, event
+from tests.tui.chat_server import ChatServer, answer, delta, ending, event
 from tests.tui.screen import Screen, play
 
 
@@ -64,6 +65,22 @@ def test_a_server_that_is_not_ready_is_asked_again() -> None:
         play(scenario, base_url=server.base_url)
 
 
+def test_the_problem_goes_when_the_answer_comes() -> None:
+    """It stood below the answer until the answer's end."""
+    rest = threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("trying again in")
+        await screen.until_shown("Half")
+        assert "trying again" not in screen.everything()
+        rest.set()
+        await screen.until_shown("done")
+
+    with ChatServer([503], [delta("Half"), rest, delta(" and done"), *ending()]) as server:
+        play(scenario, base_url=server.base_url)
+
+
 def test_a_refusal_is_shown_and_the_question_given_back() -> None:
     async def scenario(screen: Screen) -> None:
         await screen.ask("too long")
@@ -101,7 +118,7 @@ def test_an_error_in_the_stream() -> None:
 def test_a_stream_that_just_ends_is_no_whole_answer() -> None:
     async def scenario(screen: Screen) -> None:
         await screen.ask("Hi")
-        await screen.until_shown("the stream ended before the answer did; enter asks again")
+        await screen.until_shown("the server broke off the answer; enter asks again")
         await screen.until_idle()
         assert screen.prompt.text == "Hi"
         await screen.pilot.press("enter")
