@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -161,7 +162,10 @@ class SpawnedServer:
         self.log = Path(name).rename(Path(name).with_name(f"miniserve-serve-{self._process.pid}.log"))
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to all that it started if that does not help or nobody wants to wait."""
+        """SIGTERM, and SIGKILL to all that it started if that does not help or nobody wants to wait.
+
+        The log of a server that ends in order is removed. One that failed or ended by itself leaves it to be read.
+        """
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -172,6 +176,8 @@ class SpawnedServer:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        if self.exit_code in (0, -signal.SIGTERM):
+            self.log.unlink(missing_ok=True)
 
     def last_lines(self, count: int) -> str:
         """The end of its log, as a terminal would show it: progress bars go back to the start of their line."""
@@ -215,19 +221,25 @@ class Meter:
             self.last = time.monotonic()
             self.first = self.first or self.last
 
-    def line(self) -> str:
-        """Everything known, for the line below the answer."""
+    def line(self, width: int) -> str:
+        """What is known, for below the answer: everything if two lines of `width` columns hold it, or else the gist."""
         about, tokens = ("", self.usage["completion_tokens"]) if self.usage else ("about ", self.num_deltas)
         parts = [f"{about}{tokens} tokens"]
+        gist = list(parts)
         if self.first is not None:
             if self.last > self.first and tokens > 1:
-                parts.append(f"{about}{(tokens - 1) / (self.last - self.first):.1f} tokens/s")
+                rate = f"{about}{(tokens - 1) / (self.last - self.first):.1f}"
+                parts.append(f"{rate} tokens/s")
+                gist.append(f"{rate}/s")
             parts.append(f"first token after {self.first - self.started:.2f} s")
         if self.usage:
             prompt = self.usage["prompt_tokens"]
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             parts.append(f"prompt {prompt} tokens, {cached} cached ({cached / max(prompt, 1):.0%})")
-        return " · ".join(parts + self.notes)
+            gist.append(f"{cached} cached")
+        everything = " · ".join(parts + self.notes)
+        is_short = len(textwrap.wrap(everything, max(width, 1))) <= 2
+        return everything if is_short else " · ".join(gist + self.notes)
 
 
 class Answer(Vertical):
@@ -246,7 +258,7 @@ class Answer(Vertical):
             for event in events:
                 self.meter.add(event)
         finally:
-            self._numbers.update(self.meter.line())
+            self._show_numbers()
             if news := self.meter.text[shown:]:
                 # Shielded: an answer that is stopped here must still show all of its text.
                 await asyncio.shield(self._markdown.append(news))
@@ -254,7 +266,15 @@ class Answer(Vertical):
     def note(self, text: str) -> None:
         """Tell how it ended, beside the numbers."""
         self.meter.notes.append(text)
-        self._numbers.update(self.meter.line())
+        self._show_numbers()
+
+    def on_resize(self) -> None:
+        """The width tells how many numbers there is room for."""
+        if self.meter.text or self.meter.notes:
+            self._show_numbers()
+
+    def _show_numbers(self) -> None:
+        self._numbers.update(self.meter.line(self._numbers.content_size.width))
 
 
 class Prompt(TextArea):
@@ -407,6 +427,15 @@ class ChatApp(App[None]):
             raise
 
 
+def split_flags(text: str) -> list[str]:
+    """The flags in `text`, taken apart as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        message = f"{text[:80]!r} has an open quote, or ends in a backslash; close the quote, or take it out"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def parse_args(arguments: Sequence[str] | None = None) -> Settings:
     """The flags, checked."""
     parser = argparse.ArgumentParser(prog="tui.py", description="Chat with an OpenAI-compatible server.")
@@ -417,7 +446,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--system", help="system message of every conversation")
     parser.add_argument("--api-key", help="default: $MINISERVE_API_KEY")
     parser.add_argument("--spawn", action="store_true", help="start `main.py serve`, and stop it at the end")
-    parser.add_argument("--serve-args", type=shlex.split, help="flags for it; write --serve-args='...'")
+    parser.add_argument("--serve-args", type=split_flags, help="flags for it; write --serve-args='...'")
     # Attributes of Settings win over defaults of the parser.
     settings = parser.parse_args(arguments, Settings(api_key=os.environ.get("MINISERVE_API_KEY")))
     if not re.fullmatch(r"https?://([^/:\s]+|\[[\da-fA-F:]+\])(:\d{1,4}|:[1-5]\d{4})?(/\S*)?", settings.base_url):

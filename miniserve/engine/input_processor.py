@@ -19,7 +19,8 @@ from miniserve.sampling_params import SamplingParams
 from miniserve.structured.compiler import GrammarCompiler
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message, normalise_messages
-from miniserve.text.parsers.base import ToolFormat, ToolParser
+from miniserve.text.parsers.base import ToolParser
+from miniserve.text.parsers.tool_format import ToolFormat
 from miniserve.text.spelling import Piece
 from miniserve.text.tokenizer import Tokenizer
 
@@ -115,6 +116,8 @@ class InputProcessor:
             InvalidParameterError, ContextLengthError: as above, or there is no template, or it refuses.
         """
         messages = normalise_messages(messages, keep_broken_calls=True)
+        if chat.demanded_tools:  # all of the answer is calls: a stop string would only break their JSON
+            sampling = replace(sampling, stop=())
         pieces = self._render(messages, chat)
         self._check_text_length([piece.text for piece in pieces], options, param="messages")
         token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
@@ -187,6 +190,7 @@ class InputProcessor:
             )
         token_ids = self._cut(token_ids, sampling.max_tokens, options.truncate_prompt_tokens)
         self._check_length(len(token_ids), sampling.max_tokens, param=param)
+        self._check_min_tokens(len(token_ids), sampling.min_tokens)
         self._check_token_ids(sampling.stop_token_ids, param="stop_token_ids")
         self._check_token_ids(sampling.logit_bias, param="logit_bias")
         return token_ids
@@ -270,6 +274,15 @@ class InputProcessor:
                 f"the prompt has {num_prompt_tokens} tokens and needs room for one more; the KV cache of this server "
                 f"holds {self.kv_capacity_tokens}: shorten the prompt",
                 param=param,
+            )
+
+    def _check_min_tokens(self, num_prompt_tokens: int, min_tokens: int) -> None:
+        room = self.max_model_len - num_prompt_tokens
+        if min_tokens > room:
+            raise InvalidParameterError(
+                f"min_tokens is {min_tokens}, but after a prompt of {num_prompt_tokens} tokens the context of "
+                f"{self.max_model_len} has room for {room}: lower min_tokens, or shorten the prompt",
+                param="min_tokens",
             )
 
     def _check_token_ids(self, token_ids: Iterable[int], *, param: str) -> None:

@@ -15,7 +15,7 @@ from miniserve.text.tokenizer import require_encodable
 
 ToolChoice = Literal["none", "auto", "required"]
 TOOL_CHOICES = ("none", "auto", "required")
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_SALT_LENGTH = 256  # characters
 PRIORITIES = range(-(2**31), 2**31)
 MAX_TRUNCATED_PROMPT = 2**31 - 1  # tokens

@@ -16,8 +16,8 @@ from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
 from miniserve.sampling_params import StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message
-from miniserve.text.parsers.base import ToolFormat
 from miniserve.text.parsers.formats import find_format
+from miniserve.text.parsers.tool_format import ToolFormat
 from miniserve.text.reasoning import find_thinking
 from miniserve.text.tokenizer import Tokenizer
 

@@ -111,7 +111,7 @@ ONLY_CHAT: dict[str, tuple[list[Any], list[Any]]] = {
         ["required", "any", "", 1, [], {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
     ),
     "parallel_tool_calls": ([True, False, None], ["true", 1]),
-    "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", None], ["", "huge", 1, True, []]),
+    "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", "max", None], ["", "huge", 1, True, []]),
     "include_reasoning": ([True, False, None], ["true", 1]),
     "chat_template_kwargs": ([{}, {"nobody_reads_this": [1, {"a": None}]}, None], [[], "x", 1, {"messages": []}]),
     "add_generation_prompt": ([True, False, None], ["true", 1]),

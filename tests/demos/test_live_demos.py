@@ -9,14 +9,15 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from tests.demos.listening import listening
 
 DEMOS = Path(__file__).parents[2] / "demos"
 NAMES = ("streaming", "prefix_cache", "continuous_batching", "preemption", "logprobs", "seeds", "abort")
@@ -171,12 +172,8 @@ class Leaving(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def leaving() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as listener:
-        thread = threading.Thread(target=listener.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.server_address[1]}/v1"
-        listener.shutdown()
-        thread.join()
+    with listening(Leaving) as url:
+        yield url
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,10 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ import pytest
 
 from demos import load_client
 from demos.load_client import Load, Result, main, percentile
+from tests.demos.listening import listening
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,12 +197,8 @@ class Faulty(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Faulty) as listener:
-        thread = threading.Thread(target=listener.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.server_address[1]}/v1"
-        listener.shutdown()
-        thread.join()
+    with listening(Faulty) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

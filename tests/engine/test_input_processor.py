@@ -317,3 +317,11 @@ def test_a_continued_message_ends_the_prompt() -> None:
     request = make_input_processor().process_chat("r", messages, SamplingParams(max_tokens=1), chat)
     assert TOKENIZER.decode(request.token_ids) == "user: hi\nassistant: a <eos> " and EOS not in request.token_ids
     assert make_input_processor().tokenize_chat(messages, chat) == request.token_ids
+
+
+def test_min_tokens_beyond_the_context() -> None:
+    """Without max_tokens, a request for more tokens than fit was taken, and ran to the context's end."""
+    error = refusal([1] * 4, min_tokens=MAX_MODEL_LEN - 3, max_tokens=None)
+    assert isinstance(error, InvalidParameterError) and error.param == "min_tokens"
+    assert f"room for {MAX_MODEL_LEN - 4}" in str(error)
+    make_processor().process_prompt("r", [1] * 4, SamplingParams(min_tokens=MAX_MODEL_LEN - 4, max_tokens=None))

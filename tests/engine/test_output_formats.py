@@ -15,7 +15,8 @@ from miniserve.errors import ContextLengthError, InvalidParameterError
 from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
 from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
-from miniserve.text.parsers.base import NO_IDS, Tool, read_tools
+from miniserve.text.parsers.base import Tool, read_tools
+from miniserve.text.parsers.tool_format import NO_IDS
 from miniserve.text.tokenizer import Tokenizer
 from tests.chat_templates import THINKING_WITH_TOOLS
 
@@ -143,7 +144,7 @@ def test_a_template_that_opens_the_reasoning() -> None:
     assert caught.value.param == "reasoning_effort"
 
 
-@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh"])
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
 def test_what_templates_see_of_the_effort(effort: str) -> None:
     thinks = effort != "none"
     source = "{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
@@ -284,3 +285,13 @@ def test_nothing_is_compiled_for_a_request_that_is_refused_anyway() -> None:
     with pytest.raises(ContextLengthError):
         processor.process_chat("r", [USER], sampling)
     assert grammars.asked == []
+
+
+def test_stop_strings_do_not_break_demanded_calls() -> None:
+    """`stop: ["}"]` cut the arguments of a demanded call, and the answer still said that it called."""
+    processor = make_processor(THINKING_WITH_TOOLS)
+    sampling = SamplingParams(stop=("}",), stop_token_ids=(1,))
+    demanded = processor.process_chat("r", [USER], sampling, ChatOptions(tools=TOOLS, tool_choice="required"))
+    assert (demanded.sampling.stop, demanded.sampling.stop_token_ids) == ((), (1,))
+    offered = processor.process_chat("r", [USER], sampling, ChatOptions(tools=TOOLS))
+    assert (offered.sampling.stop, offered.sampling.stop_token_ids) == (("}",), (1,))

@@ -268,3 +268,26 @@ def test_a_smaller_screen_wraps_what_is_shown() -> None:
 
     with ChatServer(answer("many words " * 20)) as server:
         play(scenario, base_url=server.base_url)
+
+
+def test_a_narrow_screen_has_room_for_the_answer() -> None:
+    """The numbers took three of the four lines that the conversation has there."""
+    more = threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.pilot.resize_terminal(40, 10)
+        await screen.ask("Hi")
+        await screen.until_shown("It is")
+        more.set()
+        await screen.until_shown("7 tokens · ")
+        await screen.until_idle()
+        numbers = screen.answers[0].query_one(".numbers")
+        await screen.until(lambda: numbers.size.height == 1, "the numbers take one line")
+        text = screen.everything()
+        assert "/s · 32 cached" in text and "first token after" not in text
+        await screen.pilot.resize_terminal(80, 24)
+        await screen.until_shown("prompt 40 tokens, 32 cached (80%)")
+
+    # The second delta comes after the first is on the screen: two at one time have no rate.
+    with ChatServer([delta("It is"), more, delta(" Paris."), *ending()]) as server:
+        play(scenario, base_url=server.base_url)

@@ -84,6 +84,7 @@ def test_the_wait_is_visible_and_ends_with_health(
     assert server.log == tmp_path / f"miniserve-serve-{pid}.log"
     server.stop()
     assert not is_alive(pid) and server.exit_code == -signal.SIGTERM
+    assert not server.log.exists(), "nobody needs the log of a server that ended in order"
 
 
 def test_a_failed_start_shows_the_end_of_the_log(spawned: Callable[[str], SpawnedServer], settings: Settings) -> None:
@@ -96,6 +97,8 @@ def test_a_failed_start_shows_the_end_of_the_log(spawned: Callable[[str], Spawne
         )
 
     play(scenario, server, base_url=settings.base_url)
+    server.stop()
+    assert server.log.exists(), "its path was on the screen"
 
 
 def test_a_server_that_died_is_started_again_by_the_next_question(
@@ -122,7 +125,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
     server = spawned("stubborn")
     wait_for((tmp_path / "pid").exists, "it starts")
     server.stop()
-    assert server.exit_code == -signal.SIGKILL
+    assert server.exit_code == -signal.SIGKILL and server.log.exists()
 
 
 def test_a_port_in_use_is_not_mistaken_for_the_child(tmp_path: Path) -> None:
@@ -225,6 +228,15 @@ def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.C
         parse_args(flags)
     assert exit_.value.code == 2
     assert next(flag for flag in reversed(flags) if flag.startswith("--")).partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['"unclosed', "--model 'a b", "--model a\\"])
+def test_serve_args_that_no_shell_could_split_are_explained(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse said "invalid split value"."""
+    with pytest.raises(SystemExit):
+        parse_args(["--spawn", f"--serve-args={text}"])
+    message = capsys.readouterr().err
+    assert f"--serve-args: {text!r} has an open quote, or ends in a backslash" in message
 
 
 def test_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,27 +1,22 @@
-"""What every tool format shares: the tools of a request, the deltas of an answer, and the two roles of a format.
+"""The tools of a request, the deltas of an answer that may call them, and the parser that finds those.
 
-A `ToolFormat` knows one syntax of calls: it makes a `ToolParser`, which reads that syntax as it is generated, and a
-grammar, which makes a model write it. Owns the checks of the `tools` field. Does not know tokens, nor any syntax.
+Owns the checks of the `tools` field. Does not know tokens, nor any syntax.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from miniserve.errors import InvalidParameterError, shown
-from miniserve.sampling_params import StructuredOutput
 
 Message = Mapping[str, Any]
 
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 100  # what walks through a schema may recurse
-NO_IDS: Mapping[str, int] = MappingProxyType({})
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -161,51 +156,3 @@ class ToolParser(ABC):
     @abstractmethod
     def flush(self) -> list[Delta]:
         """End the text; returns what was held back."""
-
-
-class ToolFormat(ABC):
-    """One syntax of tool calls. Stateless.
-
-    Attributes:
-        name: what the start-up lines call it.
-        shown_tokens: special tokens whose text the parser has to see.
-        told_by_template: the chat template tells the model of the tools; otherwise `with_tools` does.
-    """
-
-    name: ClassVar[str]
-    shown_tokens: ClassVar[tuple[str, ...]] = ()
-    told_by_template: ClassVar[bool] = True
-
-    @abstractmethod
-    def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
-        """A parser for one answer of a model that was told of `tools`; calls beyond `max_calls` are dropped."""
-
-    @abstractmethod
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """What the model has to write, in llguidance's Lark: calls of `tools` that the parser reads back as valid.
-
-        Args:
-            max_calls: None is as many as `lark.MAX_CALLS`.
-            answer: what an answer without calls looks like; None for free text, which may have calls in it.
-            required: nothing but calls, at least one.
-            special_ids: ids of those `shown_tokens` that are special tokens; the others are text like any.
-
-        Raises:
-            InvalidParameterError: this syntax cannot carry a tool's parameters.
-        """
-
-    def with_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The messages that the chat template gets. Those given, where it knows tools itself."""
-        return list(messages)
-
-    def new_call_id(self) -> str:
-        """A fresh id for a call, as the model's template takes it back."""
-        return f"call_{secrets.token_hex(12)}"

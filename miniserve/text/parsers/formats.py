@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 
-from miniserve.text.parsers.base import ToolFormat
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.llama3 import Llama3Format
 from miniserve.text.parsers.mistral import MistralArgsFormat, MistralFormat
 from miniserve.text.parsers.qwen_coder import QwenCoderFormat
+from miniserve.text.parsers.tool_format import ToolFormat
 
 # Patterns that all have to be in the template's source. The first row that fits is taken: the special ones come first.
 FORMATS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from miniserve.sampling_params import StructuredOutput
 from miniserve.text.parsers import lark
-from miniserve.text.parsers.base import NO_IDS, Tool, ToolFormat, ToolParser
+from miniserve.text.parsers.base import Tool, ToolParser
 from miniserve.text.parsers.call_parser import CallParser, Outcome, drop
 from miniserve.text.parsers.reader import Wait
+from miniserve.text.parsers.tool_format import ToolFormat
 
 START, END = "<tool_call>", "</tool_call>"
 
@@ -29,27 +29,16 @@ class HermesFormat(ToolFormat):
         """As `ToolFormat.parser`."""
         return _HermesParser(tools, max_calls)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """As `ToolFormat.grammar`."""
+    def call_rules(self, tools: Sequence[Tool], max_calls: int | None, special_ids: Mapping[str, int]) -> lark.Rules:
+        """As `ToolFormat.call_rules`."""
         rules = [lark.either("call", [_call(tool) for tool in tools])]
-        return tagged_calls(rules, max_calls=max_calls, answer=answer, required=required)
+        return tagged_calls(rules, max_calls)
 
 
-def tagged_calls(
-    rules: Sequence[str], *, max_calls: int | None, answer: StructuredOutput | None, required: bool
-) -> str:
-    """The grammar of calls between the tags; the rule `call` is what follows a start tag."""
+def tagged_calls(rules: Sequence[str], max_calls: int | None) -> lark.Rules:
+    """Calls between the tags; the rule `call` is what follows a start tag."""
     calls = lark.repeated(f"{lark.literal(START)} call", lark.literal("\n"), max_calls)
-    free = lark.text_around(START, "call", max_calls, NO_IDS)
-    return lark.grammar(calls, free, rules, answer=answer, required=required)
+    return lark.Rules(calls, lark.text_around(START, "call", max_calls), rules)
 
 
 def _call(tool: Tool) -> str:
@@ -69,5 +58,5 @@ class _HermesParser(CallParser):
                     continue
             elif outcome is Outcome.WHOLE:
                 yield from reader.take_space()
-                yield from reader.take_if(END)
+                yield from reader.take_end(END)
             tag = yield from reader.take_until((START,), self._show)

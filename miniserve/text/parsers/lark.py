@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from miniserve.errors import InvalidParameterError
@@ -20,6 +22,21 @@ MAX_CALLS = 16  # in one answer, where the request names no limit
 JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}"}
 _WORDS = ("title", "description", "$comment")
 _ANY_TEXT = "/(?s:.*)/"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How one syntax writes calls.
+
+    Attributes:
+        calls: expression of an answer that calls.
+        free: the rule `free`, of text with or without calls.
+        rules: what the two refer to.
+    """
+
+    calls: str
+    free: str
+    rules: Sequence[str]
 
 
 def literal(text: str) -> str:
@@ -94,7 +111,9 @@ def either(rule: str, alternatives: Sequence[str]) -> str:
     return f"{rule}: " + "\n    | ".join(alternatives)
 
 
-def text_around(tag: str, content: str, max_times: int | None, special_ids: Mapping[str, int]) -> str:
+def text_around(
+    tag: str, content: str, max_times: int | None, special_ids: Mapping[str, int] = MappingProxyType({})
+) -> str:
     """The rule `free`: text, in which `content` has to follow wherever `tag` is written."""
     times = f"{{0,{max_times or MAX_CALLS}}}"
     text = f"TEXT: {_ANY_TEXT} & {without(tag)}"
@@ -103,25 +122,16 @@ def text_around(tag: str, content: str, max_times: int | None, special_ids: Mapp
     return f"free: (opening {content}){times} TEXT\nopening[lazy]: {_ANY_TEXT} {literal(tag)}\n{text}"
 
 
-def grammar(
-    calls: str, free: str, rules: Sequence[str], *, answer: StructuredOutput | None = None, required: bool = False
-) -> str:
-    """The whole grammar.
-
-    Args:
-        calls: expression of an answer that calls.
-        free: the rule `free`, of text with or without calls.
-        rules: what the two refer to.
-        answer, required: as `ToolFormat.grammar`.
-    """
+def grammar(written: Rules, *, answer: StructuredOutput | None = None, required: bool = False) -> str:
+    """The whole grammar. `answer`, `required`: as `ToolFormat.grammar`."""
     # Models begin their calls on a new line, after reasoning above all.
-    lines = [f"calls: /\\n{{0,2}}/ {calls}", *rules]
+    lines = [f"calls: /\\n{{0,2}}/ {written.calls}", *written.rules]
     if required:
         lines.insert(0, "start: calls")
     elif answer is not None:
         lines = ["start: calls | answer", f"answer: {_answer(answer)}", *lines]
     else:
-        lines = ["start: free", free, *lines]
+        lines = ["start: free", written.free, *lines]
     return "\n".join(lines) + "\n"
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from miniserve.sampling_params import StructuredOutput
 from miniserve.text.parsers import lark
-from miniserve.text.parsers.base import NO_IDS, Tool, ToolFormat, ToolParser
+from miniserve.text.parsers.base import Tool, ToolParser
 from miniserve.text.parsers.call_parser import CallParser, Outcome, drop
 from miniserve.text.parsers.reader import Wait
+from miniserve.text.parsers.tool_format import ToolFormat
 
 TAG = "<|python_tag|>"
 # Text that does not begin as a call does, or calls.
@@ -31,19 +31,11 @@ class Llama3Format(ToolFormat):
         """As `ToolFormat.parser`."""
         return _Llama3Parser(tools, max_calls, known_only=True)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """As `ToolFormat.grammar`."""
+    def call_rules(self, tools: Sequence[Tool], max_calls: int | None, special_ids: Mapping[str, int]) -> lark.Rules:
+        """As `ToolFormat.call_rules`."""
         calls = f"{lark.special(TAG, special_ids)}? {lark.repeated('call', lark.literal('; '), max_calls)}"
         rules = [lark.either("call", [lark.call_object(tool) for tool in tools])]
-        return lark.grammar(calls, _FREE, rules, answer=answer, required=required)
+        return lark.Rules(calls, _FREE, rules)
 
 
 class _Llama3Parser(CallParser):

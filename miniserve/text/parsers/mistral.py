@@ -13,11 +13,11 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 
-from miniserve.sampling_params import StructuredOutput
 from miniserve.text.parsers import lark
-from miniserve.text.parsers.base import NO_IDS, Tool, ToolFormat, ToolParser
+from miniserve.text.parsers.base import Tool, ToolParser
 from miniserve.text.parsers.call_parser import CallParser, Outcome, drop
 from miniserve.text.parsers.reader import Malformed, Wait
+from miniserve.text.parsers.tool_format import ToolFormat
 
 TAG, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]*")
@@ -35,21 +35,13 @@ class MistralFormat(ToolFormat):
         """As `ToolFormat.parser`."""
         return _MistralParser(tools, max_calls)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """As `ToolFormat.grammar`."""
+    def call_rules(self, tools: Sequence[Tool], max_calls: int | None, special_ids: Mapping[str, int]) -> lark.Rules:
+        """As `ToolFormat.call_rules`."""
         tag = lark.special(TAG, special_ids)
         content = lark.repeated("call", lark.literal(", "), max_calls)
         rules = [f'content: "[" {content} "]"', lark.either("call", [_call(tool) for tool in tools])]
         free = lark.text_around(TAG, "content", 1, special_ids)
-        return lark.grammar(f"{tag} content", free, rules, answer=answer, required=required)
+        return lark.Rules(f"{tag} content", free, rules)
 
     def new_call_id(self) -> str:
         """Nine letters or digits."""
@@ -61,21 +53,13 @@ class MistralArgsFormat(MistralFormat):
 
     name = "mistral_args"
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """As `ToolFormat.grammar`."""
+    def call_rules(self, tools: Sequence[Tool], max_calls: int | None, special_ids: Mapping[str, int]) -> lark.Rules:
+        """As `ToolFormat.call_rules`."""
         tag, args = lark.special(TAG, special_ids), lark.special(ARGS, special_ids)
         calls = [f"{lark.literal(tool.name)} {args} {lark.arguments(tool)}" for tool in tools]
         free = lark.text_around(TAG, "call", max_calls, special_ids)
         repeated = lark.repeated(f"{tag} call", "", max_calls)
-        return lark.grammar(repeated, free, [lark.either("call", calls)], answer=answer, required=required)
+        return lark.Rules(repeated, free, [lark.either("call", calls)])
 
 
 def _call(tool: Tool) -> str:

@@ -19,12 +19,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from miniserve.sampling_params import StructuredOutput
 from miniserve.text.parsers import lark, xml_values
-from miniserve.text.parsers.base import NO_IDS, Tool, ToolFormat, ToolParser
+from miniserve.text.parsers.base import Tool, ToolParser
 from miniserve.text.parsers.call_parser import CallParser, Outcome, drop
 from miniserve.text.parsers.hermes import END, START, tagged_calls
 from miniserve.text.parsers.reader import Malformed, Wait
+from miniserve.text.parsers.tool_format import ToolFormat
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -41,20 +41,12 @@ class QwenCoderFormat(ToolFormat):
         """As `ToolFormat.parser`."""
         return _QwenCoderParser(tools, max_calls)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        max_calls: int | None = None,
-        answer: StructuredOutput | None = None,
-        required: bool = False,
-        special_ids: Mapping[str, int] = NO_IDS,
-    ) -> str:
-        """As `ToolFormat.grammar`."""
+    def call_rules(self, tools: Sequence[Tool], max_calls: int | None, special_ids: Mapping[str, int]) -> lark.Rules:
+        """As `ToolFormat.call_rules`."""
         rules: list[str] = []
         calls = [_call(tool, index, rules) for index, tool in enumerate(tools)]
         rules.append(lark.either("call", calls))
-        return tagged_calls(rules, max_calls=max_calls, answer=answer, required=required)
+        return tagged_calls(rules, max_calls)
 
 
 def _call(tool: Tool, index: int, rules: list[str]) -> str:
@@ -80,7 +72,7 @@ class _QwenCoderParser(CallParser):
                     continue
             elif outcome is Outcome.WHOLE:
                 yield from reader.take_space()
-                yield from reader.take_if(END)
+                yield from reader.take_end(END)
             tag = yield from reader.take_until((START, FUNCTION), self._show)
 
     def _function(self, tag: str) -> Wait[None]:

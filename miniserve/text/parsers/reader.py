@@ -68,6 +68,11 @@ class Reader:
                 return ""
             yield
 
+    def take_end(self, word: str) -> Wait[None]:
+        """Take `word` if it comes next, or so much of it as stands at the end of the text."""
+        if not (yield from self.take_if(word)) and word.startswith(self._text[self._position :]):
+            self._take(len(self._text) - self._position)
+
     def expect(self, *words: str) -> Wait[str]:
         """As `take_if`, where one of `words` has to come.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from miniserve.text.parsers.base import ArgumentsDelta, CallStart, Delta, TextDelta, Tool, ToolFormat
+from miniserve.text.parsers.base import ArgumentsDelta, CallStart, Delta, TextDelta, Tool
+from miniserve.text.parsers.tool_format import ToolFormat
 
 
 @dataclass

@@ -12,13 +12,14 @@ import pytest
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.compiler import GrammarCompiler
-from miniserve.text.parsers.base import MAX_TOOLS, Tool, ToolFormat
+from miniserve.text.parsers.base import MAX_TOOLS, Tool
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.lark import MAX_CALLS
 from miniserve.text.parsers.llama3 import Llama3Format
 from miniserve.text.parsers.mistral import MistralArgsFormat, MistralFormat
 from miniserve.text.parsers.qwen_coder import QwenCoderFormat
+from miniserve.text.parsers.tool_format import ToolFormat
 from miniserve.text.tokenizer import Tokenizer
 from tests.support import embedded_gguf
 from tests.text.parsers.reading import Answer, read

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniserve.text.parsers.base import Tool, ToolFormat
+from miniserve.text.parsers.base import Tool
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.llama3 import Llama3Format
 from miniserve.text.parsers.mistral import MistralArgsFormat, MistralFormat
 from miniserve.text.parsers.qwen_coder import QwenCoderFormat
+from miniserve.text.parsers.tool_format import ToolFormat
 from tests.text.parsers.reading import Answer, read
 
 TOOLS = (
@@ -47,6 +48,11 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     # Text without a call is what the model wrote, to the last blank.
     (HERMES, " \nplain <tool> text \n ", " \nplain <tool> text \n ", []),
     (HERMES, "cut in a tag <tool_ca", "cut in a tag <tool_ca", []),
+    # The end of the answer cuts the end tag of a call: it leaked into the text. Any other beginning of a tag is text.
+    (HERMES, ONE[:-1], "", [F]),
+    (HERMES, ONE[: -len("/tool_call>")], "", [F]),
+    (HERMES, f"{ONE}\n<tool_c", "<tool_c", [F]),
+    (QWEN, "<tool_call>\n<function=g>\n</function>\n</tool_c", "", [("g", "{}")]),
     # White space around calls is not shown.
     (HERMES, ONE, "", [F]),
     (HERMES, f"\n\n{ONE}\n", "", [F]),
