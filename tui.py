@@ -162,10 +162,7 @@ class SpawnedServer:
         self.log = Path(name).rename(Path(name).with_name(f"miniserve-serve-{self._process.pid}.log"))
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to all that it started if that does not help or nobody wants to wait.
-
-        The log of a server that ends in order is removed. One that failed or ended by itself leaves it to be read.
-        """
+        """SIGTERM, and SIGKILL to all that it started if that does not help or nobody wants to wait."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -176,6 +173,9 @@ class SpawnedServer:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+    def remove_log(self) -> None:
+        """Nobody needs the log of a server that ended in order; that of another one is left to be read."""
         if self.exit_code in (0, -signal.SIGTERM):
             self.log.unlink(missing_ok=True)
 
@@ -491,6 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if server is not None:
             server.stop()
+    if server is not None:
+        server.remove_log()
     return app.return_code or 0
 
 

@@ -121,7 +121,7 @@ async def main() -> int:
     print(
         f"{NUM_REQUESTS - len(faults)} of {NUM_REQUESTS} answers valid, {len(SCHEMAS)} schemas, {sum(lengths)} tokens"
     )
-    print(f"{rate:.1f} output tokens/s with schemas, {free_rate:.1f} without: {rate / free_rate:.0%}")
+    print(f"{rate:.1f} output tokens/s with schemas, {free_rate:.1f} without: {rate / free_rate:.1%}")
     return 1 if faults else 0
 
 

@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import shlex
+import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -296,3 +298,15 @@ def test_the_curl_command_survives_a_shell() -> None:
 def test_the_log_is_kept_without_the_sampling() -> None:
     kept = '1 INFO 127.0.0.1:9 - "GET /v1/models HTTP/1.1" 200\n[miniserve] device cpu\n'
     assert sample_run.without_sampling('0 INFO 127.0.0.1:9 - "GET /stats HTTP/1.1" 200\n' + kept) == kept
+
+
+def test_the_log_of_a_server_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was gone when the server had stopped, and the run with it."""
+    fake = Path(__file__).parents[1] / "tui" / "fake_serve.py"
+    monkeypatch.setattr(sample_run, "SERVE_COMMAND", (sys.executable, str(fake), "serve", str(tmp_path)))
+    (tmp_path / "healthy").touch()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with sample_run.serving(f"http://127.0.0.1:{port}", tmp_path / "serve.log"):
+        assert not (tmp_path / "serve.log").exists()
+    assert "weights" in (tmp_path / "serve.log").read_text()

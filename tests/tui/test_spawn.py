@@ -84,7 +84,9 @@ def test_the_wait_is_visible_and_ends_with_health(
     assert server.log == tmp_path / f"miniserve-serve-{pid}.log"
     server.stop()
     assert not is_alive(pid) and server.exit_code == -signal.SIGTERM
-    assert not server.log.exists(), "nobody needs the log of a server that ended in order"
+    assert server.log.exists(), "whoever stops a server may want to read its log"
+    server.remove_log()
+    assert not server.log.exists()
 
 
 def test_a_failed_start_shows_the_end_of_the_log(spawned: Callable[[str], SpawnedServer], settings: Settings) -> None:
@@ -97,7 +99,7 @@ def test_a_failed_start_shows_the_end_of_the_log(spawned: Callable[[str], Spawne
         )
 
     play(scenario, server, base_url=settings.base_url)
-    server.stop()
+    server.remove_log()
     assert server.log.exists(), "its path was on the screen"
 
 
@@ -125,6 +127,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
     server = spawned("stubborn")
     wait_for((tmp_path / "pid").exists, "it starts")
     server.stop()
+    server.remove_log()
     assert server.exit_code == -signal.SIGKILL and server.log.exists()
 
 
