@@ -20,7 +20,9 @@ import numpy as np
 from textual.widgets import TextArea
 
 from deploy.check_queries import prometheus
-from tui import Answer, ChatApp, Settings
+from miniserve.tui.app import ChatApp
+from miniserve.tui.settings import Settings
+from miniserve.tui.widgets import Answer
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 

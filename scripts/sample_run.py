@@ -26,11 +26,13 @@ from types import FrameType
 import httpx
 
 from demos.load_client import Load
+from miniserve.tui.errors import ChatError
+from miniserve.tui.spawned_server import SpawnedServer
 from scripts.sample_files import INPUT, OUTPUT, Artifact, artifacts, check_complete, publish, readme
 from scripts.sample_load import LoadRun, run_load
 from scripts.sample_pictures import chat, draw_svg, draw_targets, find_program
 from scripts.sample_plots import plot_load
-from tui import SERVE_COMMAND, ChatError, Settings, SpawnedServer
+from tui import SERVE_COMMAND
 
 MODEL = "smollm2"
 LONG_FLAGS = ("--max-model-len", "8192")
@@ -169,7 +171,7 @@ def record(folder: Path, port: int, programs: Programs | None) -> None:
 def serving(url: str, log: Path, *flags: str) -> Iterator[None]:
     """A server, ready, until the context ends; then its log lies in `log`."""
     command = (*SERVE_COMMAND, "--model", MODEL, *flags)
-    server = SpawnedServer(command, Settings(base_url=f"{url}/v1"))
+    server = SpawnedServer(command, f"{url}/v1")
     _say(f"the server starts: --model {shlex.join((MODEL, *flags))}")
     server.start()
     try:

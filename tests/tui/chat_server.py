@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import select
+import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +21,7 @@ class ChatServer:
     """Answers each chat request with the next script.
 
     A script is a list of steps: bytes are sent as they are, an int is an HTTP status with an error body, an event is
-    waited for, None breaks the connection.
+    waited for, None breaks the connection, as a server does that dies.
 
     Attributes:
         requests: the bodies of the chat requests, with their headers under "headers".
@@ -57,6 +60,12 @@ def delta(text: str) -> bytes:
     return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}])
 
 
+def reasoning_delta(text: str, *names: str) -> bytes:
+    """A chunk of reasoning, under the names that servers give it."""
+    fields = dict.fromkeys(names or ("reasoning_content", "reasoning"), text)
+    return event(choices=[{"index": 0, "delta": {"content": None, **fields}, "finish_reason": None}])
+
+
 def ending(prompt: int = 40, cached: int = 32, completion: int = 7, finish_reason: str = "stop") -> Iterator[bytes]:
     """The last chunks of a stream."""
     details = {"cached_tokens": cached}
@@ -88,6 +97,9 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             if isinstance(script[0], int):
                 self._answer(script[0], {"error": {"message": "the reason"}})
                 return
+            if script[0] is None:
+                self._break()
+                return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
@@ -95,15 +107,23 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
                 if not self._play(step):
                     return
 
-        def _play(self, step: bytes | threading.Event) -> bool:
+        def _play(self, step: bytes | threading.Event | None) -> bool:
             if isinstance(step, bytes):
                 self.wfile.write(step)
                 return True
+            if step is None:
+                self._break()
+                return False
             while not step.wait(0.02):
                 if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1):
                     server.gone.put(True)
                     return False
             return True
+
+        def _break(self) -> None:
+            """Close with a reset, as the system does for a process that was killed with data on their way."""
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
 
         def _answer(self, status: int, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()

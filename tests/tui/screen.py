@@ -10,8 +10,11 @@ from textual.pilot import Pilot
 from textual.widgets import Static, TextArea
 from textual.widgets.markdown import MarkdownBlock
 
+from miniserve.tui.app import ChatApp
+from miniserve.tui.settings import Settings
+from miniserve.tui.spawned_server import SpawnedServer
+from miniserve.tui.widgets import Answer
 from tests.tui.chat_server import DEADLINE
-from tui import Answer, ChatApp, Settings, SpawnedServer
 
 Scenario = Callable[["Screen"], Coroutine[Any, Any, None]]
 

@@ -5,11 +5,26 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from textual.containers import VerticalScroll
 from textual.events import Key
+from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
+from textual.widgets.markdown import MarkdownBlock
 
-from tests.tui.chat_server import DEADLINE, ChatServer, answer, delta, ending, event
+from tests.tui.chat_server import DEADLINE, ChatServer, answer, delta, ending, event, reasoning_delta
 from tests.tui.screen import Screen, play
+
+
+def block_of(screen: Screen, text: str) -> MarkdownBlock:
+    """What shows `text`."""
+    [block] = [block for block in screen.app.query(MarkdownBlock) if text in str(block.render())]
+    return block
+
+
+def keys(screen: Screen) -> set[str]:
+    """What the keys in the last line are for."""
+    return {key.description for key in screen.app.query_one(Footer).query(FooterKey)}
 
 
 def test_an_answer_is_shown_with_its_numbers() -> None:
@@ -154,6 +169,7 @@ def test_escape_before_the_first_token_gives_the_question_back() -> None:
         await screen.pilot.press("escape")
         await screen.until_shown("stopped")
         await screen.until(lambda: screen.prompt.text == "Think", "the question is back")
+        assert "0 tokens" not in screen.everything(), "nothing came, so there is nothing to count"
         await screen.ask("Think")
         await screen.until_shown("Done")
 
@@ -233,6 +249,74 @@ def test_a_usage_without_details_is_no_cache_hit() -> None:
 
     with ChatServer([delta("Yes"), event(choices=[], usage=usage), b"data: [DONE]\n\n"]) as server:
         play(scenario, base_url=server.base_url)
+
+
+@pytest.mark.parametrize("names", [("reasoning_content", "reasoning"), ("reasoning",)], ids=str)
+def test_reasoning_is_shown_dimmed_above_the_answer_and_not_sent_back(names: tuple[str, ...]) -> None:
+    more, begin = threading.Event(), threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("What is the capital?")
+        await screen.until_shown("The user asks")
+        more.set()
+        await screen.until_shown("The user asks about France.")
+        assert "about 2 tokens" in screen.everything(), "reasoning counts while it comes"
+        begin.set()
+        await screen.until_shown("40 tokens, 32 cached (80%)")
+        thought, said = (block_of(screen, text) for text in ("The user asks", "It is Paris."))
+        assert thought.region.bottom <= said.region.y and thought.opacity < said.opacity == 1
+        await screen.ask("And of Spain?")
+        await screen.until_shown("Madrid")
+
+    thoughts = [reasoning_delta("The user asks", *names), more, reasoning_delta(" about **France**.", *names)]
+    with ChatServer([*thoughts, begin, *answer("It is", " Paris.")], answer("Madrid.")) as server:
+        play(scenario, base_url=server.base_url)
+        second = server.requests[1]["messages"]
+    assert second == [
+        {"role": "user", "content": "What is the capital?"},
+        {"role": "assistant", "content": "It is Paris."},
+        {"role": "user", "content": "And of Spain?"},
+    ]
+
+
+def test_a_key_hides_the_reasoning_and_is_there_only_where_there_is_some() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("one")
+        await screen.until_shown("cached")
+        await screen.until(lambda: "Reasoning" not in keys(screen), "an answer without reasoning offers no key")
+        await screen.ask("two")
+        await screen.until_shown("Yes")
+        await screen.until(lambda: "Reasoning" in keys(screen), "the key is offered")
+        await screen.pilot.press("ctrl+t")
+        await screen.until(lambda: not block_of(screen, "Hmm").region, "it is hidden")
+        assert block_of(screen, "Yes").region
+        await screen.ask("three")
+        await screen.until_shown("Well")
+        await screen.until_idle()
+        assert not block_of(screen, "Well").region, "hidden means that of the next answers too"
+        await screen.pilot.press("ctrl+t")
+        await screen.until(lambda: block_of(screen, "Well").region, "it is shown again")
+        await screen.pilot.press("ctrl+r")
+        await screen.until(lambda: "Reasoning" not in keys(screen), "a new conversation has none")
+
+    thoughtful = [[reasoning_delta(text), *answer("Yes")] for text in ("Hmm", "Well")]
+    with ChatServer(answer("No"), *thoughtful) as server:
+        play(scenario, base_url=server.base_url)
+
+
+def test_escape_while_it_reasons_gives_the_question_back() -> None:
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Think")
+        await screen.until_shown("Hmm")
+        await screen.pilot.press("escape")
+        await screen.until_shown("stopped")
+        await screen.until(lambda: screen.prompt.text == "Think", "the question is back")
+        await screen.ask("Think")
+        await screen.until_shown("Done")
+
+    with ChatServer([reasoning_delta("Hmm"), threading.Event()], answer("Done")) as server:
+        play(scenario, base_url=server.base_url)
+        assert [m["content"] for m in server.requests[1]["messages"]] == ["Think"]
 
 
 def test_a_long_answer_is_followed_until_the_user_scrolls_back() -> None:

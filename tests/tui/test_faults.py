@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 
-from tests.tui.chat_server import ChatServer, answer, delta, ending, event
+import pytest
+
+from tests.tui.chat_server import ChatServer, answer, delta, ending, event, reasoning_delta
 from tests.tui.screen import Screen, play
 
 
@@ -19,7 +21,7 @@ def test_a_server_that_comes_later_is_found() -> None:
 
     async def scenario(screen: Screen) -> None:
         await screen.until_shown("trying again in")
-        assert f"no answer from http://127.0.0.1:{port}/v1" in screen.everything()
+        assert f"no answer from http://127.0.0.1:{port}/v1: cannot connect" in screen.everything()
         with ChatServer(answer("Here"), port=port):
             await screen.until_shown("tiny")
             await screen.ask("Hi")
@@ -127,6 +129,39 @@ def test_a_stream_that_just_ends_is_no_whole_answer() -> None:
     with ChatServer([delta("Half")], answer("Whole")) as server:
         play(scenario, base_url=server.base_url)
         assert len(server.requests[1]["messages"]) == 1
+
+
+@pytest.mark.parametrize("script", [[None], [b": wait\n\n", None], [b": wait\n\n"]], ids=["at-once", "broken", "ended"])
+def test_a_connection_that_breaks_before_the_answer_is_explained(script: list[bytes | None]) -> None:
+    """The words were those of the HTTP library."""
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("the connection broke before the answer was there; the server's log may say why")
+        assert f"no answer from {server.base_url}: " in screen.everything()
+        assert "trying again in 0.5 s, escape stops" in screen.everything()
+        await screen.until_shown("Whole")
+
+    with ChatServer(script, answer("Whole")) as server:
+        play(scenario, base_url=server.base_url)
+        assert len(server.requests[1]["messages"]) == 1
+
+
+@pytest.mark.parametrize("begin", [delta("Half"), reasoning_delta("Half")], ids=["text", "reasoning"])
+def test_a_connection_that_breaks_in_the_answer_is_not_tried_again(begin: bytes) -> None:
+    """Another try would show the beginning twice."""
+    shown = threading.Event()
+
+    async def scenario(screen: Screen) -> None:
+        await screen.ask("Hi")
+        await screen.until_shown("Half")
+        shown.set()
+        await screen.until_shown("the server broke off the answer; enter asks again")
+        await screen.until_idle()
+        assert screen.prompt.text == "Hi"
+
+    with ChatServer([begin, shown, None]) as server:
+        play(scenario, base_url=server.base_url)
 
 
 def test_what_is_no_chat_server_is_named() -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
-import tui
+from miniserve.tui import spawned_server
+from miniserve.tui.errors import ChatError
+from miniserve.tui.settings import Settings, parse_args
+from miniserve.tui.spawned_server import SpawnedServer
 from tests.tui.chat_server import DEADLINE, ChatServer
 from tests.tui.screen import Screen, play
 from tests.tui.test_faults import free_port
-from tui import ChatError, Settings, SpawnedServer, parse_args
 
 FAKE = str(Path(__file__).with_name("fake_serve.py"))
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,7 @@ def spawned(tmp_path: Path, settings: Settings) -> Iterator[Callable[[str], Spaw
     servers = []
 
     def make(mode: str) -> SpawnedServer:
-        server = SpawnedServer((sys.executable, FAKE, mode, str(tmp_path)), settings)
+        server = SpawnedServer((sys.executable, FAKE, mode, str(tmp_path)), settings.base_url)
         servers.append(server)
         server.start()
         return server
@@ -123,7 +125,7 @@ def test_a_server_that_died_is_started_again_by_the_next_question(
 def test_a_child_that_ignores_sigterm_is_killed(
     spawned: Callable[[str], SpawnedServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tui, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(spawned_server, "STOP_SECONDS", 0.2)
     server = spawned("stubborn")
     wait_for((tmp_path / "pid").exists, "it starts")
     server.stop()
@@ -134,7 +136,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
 def test_a_port_in_use_is_not_mistaken_for_the_child(tmp_path: Path) -> None:
     """The health of whoever listens there would pass for the child's."""
     with ChatServer() as other:
-        server = SpawnedServer((sys.executable, FAKE, "serve", str(tmp_path)), Settings(base_url=other.base_url))
+        server = SpawnedServer((sys.executable, FAKE, "serve", str(tmp_path)), other.base_url)
         with pytest.raises(ChatError, match=r"in use.*--base-url"):
             server.start()
     assert not list(tmp_path.iterdir())
@@ -142,7 +144,7 @@ def test_a_port_in_use_is_not_mistaken_for_the_child(tmp_path: Path) -> None:
 
 def test_the_key_goes_through_the_environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import os, sys; print(os.environ['MINISERVE_API_KEY'], sys.argv[1:])"
-    server = SpawnedServer((sys.executable, "-c", code), Settings(base_url=settings.base_url, api_key="secret"))
+    server = SpawnedServer((sys.executable, "-c", code), settings.base_url, "secret")
     server.start()
     wait_for(lambda: server.exit_code is not None, "it ends")
     key, _, flags = server.last_lines(1).partition(" ")
@@ -153,8 +155,9 @@ class Terminal:
     """`tui.py --spawn` with the fake server, in a terminal of its own."""
 
     def __init__(self, mode: str, folder: Path, base_url: str) -> None:
-        command = f"tui.SERVE_COMMAND = {(sys.executable, FAKE, mode, str(folder))!r}"
-        code = f"import sys, tui; {command}; sys.exit(tui.main(['--spawn', '--base-url', {base_url!r}]))"
+        command = (sys.executable, FAKE, mode, str(folder))
+        flags = ("--spawn", "--base-url", base_url)
+        code = f"import sys; from miniserve.tui.main import main; sys.exit(main({command!r}, {flags!r}))"
         self._master, slave = pty.openpty()
         environment = os.environ | {"TERM": "xterm-256color", "TMPDIR": str(folder)}
         self.process = subprocess.Popen(
@@ -219,7 +222,9 @@ def test_the_reason_of_a_failed_start_stays_in_the_terminal(settings: Settings, 
     "flags",
     [
         ["--base-url", "127.0.0.1:8000"],
-        ["--base-url", "http://host:99999/v1"],
+        ["--base-url", "http://host:65536/v1"],
+        ["--base-url", "http://host:0/v1"],
+        ["--api-key", "k\n"],
         ["--temperature", "nan"],
         ["--serve-args=--model smollm2"],
         ["--spawn", "--serve-args=--port=9000"],
@@ -247,4 +252,4 @@ def test_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = parse_args(["--spawn", "--serve-args=--model 'a b' --dtype bfloat16"])
     assert settings.base_url == "http://127.0.0.1:8000/v1" and settings.api_key == "from the environment"
     assert list(settings.serve_args) == ["--model", "a b", "--dtype", "bfloat16"]
-    assert parse_args(["--base-url", "https://[::1]:8000/v1", "--temperature", "0"]).temperature == 0
+    assert parse_args(["--base-url", "https://[::1]:65535/v1", "--temperature", "0"]).temperature == 0
