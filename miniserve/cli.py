@@ -411,6 +411,8 @@ def _bench(args: argparse.Namespace) -> int:
     )
     try:
         bench(config, options, _progress_bar)
+    except RequestError as error:  # the prompts are ours: what does not fit was asked for with a flag
+        return _fail(str(error), 2)
     except InternalError as error:
         return _fail(str(error), 1)
     return 0

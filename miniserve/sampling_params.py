@@ -34,6 +34,7 @@ class StructuredOutput:
         kind: of `source`: a JSON schema, a regular expression, a JSON list of strings of which one is the answer, or a
             grammar in llguidance's Lark.
         source: its text.
+        sent_as: the field that it comes from, for messages; empty is that of `kind` in structured_outputs.
 
     Raises:
         InvalidParameterError: `source` is empty or too long.
@@ -41,16 +42,31 @@ class StructuredOutput:
 
     kind: Literal["json", "regex", "choice", "grammar"]
     source: str
+    sent_as: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.source:
-            raise InvalidParameterError(f"structured_outputs.{self.kind} is empty", param="structured_outputs")
-        _check_length(f"structured_outputs.{self.kind}", len(self.source), MAX_GRAMMAR_LENGTH, "characters")
+            raise InvalidParameterError(f"{self.name} is empty", param=self.param)
+        if len(self.source) > MAX_GRAMMAR_LENGTH:
+            raise InvalidParameterError(
+                f"{self.name} has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed",
+                param=self.param,
+            )
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.sent_as or f"structured_outputs.{self.kind}"
+
+    @property
+    def param(self) -> str:
+        """The field of the request that it is, or is in."""
+        return self.name.partition(".")[0]
 
     @classmethod
-    def json(cls, schema: Mapping[str, Any] | bool) -> StructuredOutput:
+    def json(cls, schema: Mapping[str, Any] | bool, sent_as: str = "") -> StructuredOutput:
         """An answer that is valid against a JSON schema."""
-        return cls("json", json.dumps(schema, ensure_ascii=False))
+        return cls("json", json.dumps(schema, ensure_ascii=False), sent_as)
 
     @classmethod
     def choice(cls, answers: Sequence[str]) -> StructuredOutput:

@@ -385,7 +385,8 @@ class AsyncEngine:
         try:
             parts = self._build((self.stats, self.metrics, RequestLog()))
             self._call(self._on_built, parts)
-            self._serve(parts.engine)
+            with contextlib.closing(parts.engine):
+                self._serve(parts.engine)
         except BaseException as error:
             if not isinstance(error, StartupError):  # that one is the caller's to show
                 logger.critical("the engine has failed", exc_info=error)

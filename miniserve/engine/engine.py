@@ -65,6 +65,10 @@ class Engine:
         """Whether any request is unfinished."""
         return self.scheduler.has_work
 
+    def close(self) -> None:
+        """Let the threads end that compute masks; those that are stuck end with the process."""
+        self.masks.close()
+
     def add(self, request: Request, forks: Sequence[Request] = (), *, arrival: float | None = None) -> None:
         """Queue a request, and `forks`, the other choices of its prompt.
 

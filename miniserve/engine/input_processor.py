@@ -15,12 +15,13 @@ from miniserve.engine.options import ChatOptions, RequestOptions
 from miniserve.engine.output_formats import Compiler, OutputFormats
 from miniserve.errors import ContextLengthError, InvalidParameterError, shown
 from miniserve.outputs import OutputFormat, Thinking
-from miniserve.sampling_params import SamplingParams
-from miniserve.structured.compiler import GrammarCompiler
+from miniserve.sampling_params import SamplingParams, StructuredOutput
+from miniserve.structured.compiler import GrammarCompiler, GrammarError
 from miniserve.text.chat_template import ChatTemplate
-from miniserve.text.messages import Message, normalise_messages
-from miniserve.text.parsers.base import ToolParser
+from miniserve.text.messages import Message, check_continuable, check_history, normalise_messages
+from miniserve.text.parsers.base import CallsOnly, ToolParser
 from miniserve.text.parsers.tool_format import ToolFormat
+from miniserve.text.reasoning import answer_in
 from miniserve.text.spelling import Piece
 from miniserve.text.tokenizer import Tokenizer
 
@@ -68,7 +69,10 @@ class InputProcessor:
         self.formats = OutputFormats(
             self.chat_template,
             tokenizer,
-            grammars or GrammarCompiler(tokenizer, num_token_ids=num_token_ids, eos_token_ids=eos_token_ids),
+            grammars
+            or GrammarCompiler(
+                tokenizer, num_token_ids=num_token_ids, eos_token_ids=eos_token_ids, max_tokens=max_model_len
+            ),
         )
 
     @property
@@ -115,7 +119,7 @@ class InputProcessor:
         Raises:
             InvalidParameterError, ContextLengthError: as above, or there is no template, or it refuses.
         """
-        messages = normalise_messages(messages, keep_broken_calls=True)
+        messages = _checked(messages, chat)
         if chat.demanded_tools:  # all of the answer is calls: a stop string would only break their JSON
             sampling = replace(sampling, stop=())
         pieces = self._render(messages, chat)
@@ -123,13 +127,19 @@ class InputProcessor:
         token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
         token_ids = self._fitting(token_ids, sampling, options, param="messages")
         prompt = "".join(piece.text for piece in pieces)
-        output_format = self.formats.of_chat(prompt, messages, chat, sampling.structured_outputs)
+        structure = sampling.structured_outputs
+        output_format = self.formats.of_chat(prompt, messages, chat, structure)
+        if chat.continue_final_message and structure is not None and not chat.demanded_tools:
+            output_format = self._continued(output_format, structure, messages[-1]["content"])
         return self._request(request_id, token_ids, sampling, options, output_format)
 
     def tool_parser(self, chat: ChatOptions) -> ToolParser | None:
         """What finds the calls in one answer; None where the model is told of no tools."""
         tools = chat.offered_tools
-        return self.tool_format.parser(tools, max_calls=chat.max_calls) if tools else None
+        if not tools:
+            return None
+        parser = self.tool_format.parser(tools, max_calls=chat.max_calls)
+        return CallsOnly(parser) if chat.demanded_tools else parser
 
     def choices(self, request: Request, n: int) -> list[Request]:
         """`request` and n - 1 forks of it, which share its prompt and differ in their seeds.
@@ -160,7 +170,7 @@ class InputProcessor:
         Raises:
             InvalidParameterError: there is no template, it refuses, or the messages are malformed.
         """
-        pieces = self._render(normalise_messages(messages, keep_broken_calls=True), chat)
+        pieces = self._render(_checked(messages, chat), chat)
         return self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
 
     def _render(self, messages: Sequence[Message], chat: ChatOptions) -> list[Piece]:
@@ -213,9 +223,27 @@ class InputProcessor:
             output_format=output_format,
         )
 
+    def _continued(self, output_format: OutputFormat, structure: StructuredOutput, text: str) -> OutputFormat:
+        """The format of what follows `text`, so that both together keep to `structure`."""
+        # With reasoning still to come or to end, the answer has not begun.
+        begun = "" if output_format.thinking is not None else answer_in(text, self.thinking)
+        if not begun:
+            return output_format
+        try:
+            return replace(output_format, grammar=output_format.grammar.after(begun))
+        except GrammarError as error:
+            raise InvalidParameterError(
+                f"continue_final_message: the final message, {shown(begun)}, does not begin an answer that keeps to "
+                f"{structure.name}; correct its text, or leave one of the two fields out",
+                param="continue_final_message",
+            ) from error
+
     def _cut(self, token_ids: list[int], max_tokens: int | None, kept: int | None) -> list[int]:
-        """The last `kept` tokens, or with -1 as many as fit."""
-        if kept == -1:
+        """The last `kept` tokens, or with -1 as many as leave room for the answer."""
+        if kept == -1 and max_tokens is None:  # nobody says how long it may be: a quarter of all there is
+            most = min(self.max_model_len, self.kv_capacity_tokens)
+            kept = most - max(1, most // 4)
+        elif kept == -1:
             kept = min(self.max_model_len - _room_for_output(max_tokens), self.kv_capacity_tokens - 1)
         # What leaves no room for a prompt at all is refused as if nothing was to be cut.
         return token_ids if kept is None or kept < 1 else token_ids[-kept:]
@@ -294,6 +322,15 @@ class InputProcessor:
                     f"{self.num_token_ids - 1}",
                     param=param,
                 )
+
+
+def _checked(messages: Sequence[Message], chat: ChatOptions) -> list[dict[str, Any]]:
+    """The messages, normalised. What is wrong with them is found before any become the text of a tool format."""
+    check_history(messages)
+    normalised = normalise_messages(messages, keep_broken_calls=True)
+    if chat.continue_final_message:
+        check_continuable(normalised)
+    return normalised
 
 
 def _room_for_output(max_tokens: int | None) -> int:

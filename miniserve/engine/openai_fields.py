@@ -7,17 +7,20 @@ the engine makes of them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from miniserve.engine.options import TOOL_CHOICES, ToolChoice
-from miniserve.errors import InvalidParameterError, UnsupportedParameterError, shown
+from miniserve.errors import InvalidParameterError, UnsupportedParameterError
 from miniserve.sampling_params import StructuredOutput
+from miniserve.text.json_schema import check_schema, shown_json
 from miniserve.text.parsers.base import Tool, read_tools
 
 STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
-_SCHEMA_NAME_LENGTH = 64
+_SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_TOOL_CHOICE_SHAPES = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
@@ -44,12 +47,14 @@ def parse_tool_choice(value: Any) -> tuple[ToolChoice, str | None]:
     if isinstance(value, str) and value in TOOL_CHOICES:
         return cast(ToolChoice, value), None
     if not isinstance(value, Mapping):
-        raise _wrong("tool_choice", "must be none, auto, required, or an object that names a function", value)
-    if value.get("type") != "function":
+        raise _wrong("tool_choice", _TOOL_CHOICE_SHAPES, value)
+    if (kind := value.get("type")) is None:
+        raise InvalidParameterError(
+            f"tool_choice {_TOOL_CHOICE_SHAPES}, got an object without a type", param="tool_choice"
+        )
+    if kind != "function":
         raise UnsupportedParameterError(
-            f"tool_choice of type {shown(value.get('type'))} is not implemented; send none, auto, required or "
-            '{"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
+            f"tool_choice of type {shown_json(kind)} is not implemented: it {_TOOL_CHOICE_SHAPES}", param="tool_choice"
         )
     function = value.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -70,12 +75,15 @@ def parse_response_format(value: Any) -> StructuredOutput | None:
         raise _wrong("response_format", "must be an object with a type", value)
     match value.get("type"):
         case "text":
+            _check_unused(value, "schema", "json_schema")
             return None
         case "json_object":
-            # The schema beside the type is an extension of several servers.
-            return _json("response_format", "schema", value.get("schema", _ANY_OBJECT))
+            _check_unused(value, "json_schema")
+            return _json_object(value.get("schema"))
         case "json_schema":
-            return _json_schema(value.get("json_schema"))
+            asked = _json_schema(value.get("json_schema"))
+            _check_unused(value, "schema")
+            return asked
         case kind:
             raise _wrong("response_format", "must have the type text, json_object or json_schema", kind)
 
@@ -107,11 +115,12 @@ def parse_structured_outputs(value: Any) -> StructuredOutput | None:
 def _structured_json(source: Any) -> StructuredOutput:
     if isinstance(source, str):
         try:
-            if isinstance(json.loads(source), dict):
-                return StructuredOutput("json", source)  # as it stands: it may be nested too deeply to be written again
+            source = json.loads(source)
         except (ValueError, RecursionError) as error:
+            is_json = not isinstance(error, json.JSONDecodeError)
+            reason = "an integer of thousands of digits, or no end of nesting" if is_json else error
             raise InvalidParameterError(
-                f"structured_outputs.json is not valid JSON: {error}", param="structured_outputs"
+                f"structured_outputs.json is not valid JSON: {reason}", param="structured_outputs"
             ) from None
     return _json("structured_outputs", "json", source)
 
@@ -127,8 +136,14 @@ def _structured_text(kind: Any) -> Callable[[Any], StructuredOutput]:
 
 def _structured_choice(source: Any) -> StructuredOutput:
     is_list = isinstance(source, Sequence) and not isinstance(source, str)
-    if not is_list or not source or not all(isinstance(answer, str) and answer for answer in source):
-        raise _wrong("structured_outputs", "must have a non-empty list of non-empty strings as choice", source)
+    if not is_list or not source:
+        raise _wrong("structured_outputs", "must have a non-empty list of strings as choice", source)
+    for index, answer in enumerate(source):
+        if not isinstance(answer, str) or not answer:
+            raise InvalidParameterError(
+                f"structured_outputs.choice[{index}] must be a non-empty string, got {shown_json(answer)}",
+                param="structured_outputs",
+            )
     return StructuredOutput.choice(source)
 
 
@@ -147,23 +162,42 @@ _STRUCTURED: Mapping[str, Callable[[Any], StructuredOutput]] = {
 }
 
 
+def _check_unused(value: Mapping[str, Any], *keys: str) -> None:
+    """A schema where none is read asks for what it does not get."""
+    for key in keys:
+        if value.get(key) is not None:
+            raise InvalidParameterError(
+                f"response_format has {key}, but its type is {value['type']}; leave it out, or send another type",
+                param="response_format",
+            )
+
+
+def _json_object(schema: Any) -> StructuredOutput:
+    """The schema beside the type is an extension of several servers."""
+    if schema is None:
+        return StructuredOutput.json(_ANY_OBJECT, "response_format")
+    return _json("response_format", "schema", schema)
+
+
 def _json_schema(value: Any) -> StructuredOutput:
     """OpenAI's wrapper around a schema. `strict` changes nothing: what is asked for is kept to, always."""
     if not isinstance(value, Mapping):
         raise _wrong("response_format", "must have an object as json_schema", value)
-    name = value.get("name")
-    if name is not None and not (isinstance(name, str) and 0 < len(name) <= _SCHEMA_NAME_LENGTH):
-        raise _wrong(
-            "response_format", f"must have a string of 1 to {_SCHEMA_NAME_LENGTH} characters as json_schema.name", name
-        )
+    name, strict = value.get("name"), value.get("strict")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise _wrong("response_format", "must have 1 to 64 of a-z, A-Z, 0-9, '_', '-' as json_schema.name", name)
+    if strict is not None and not isinstance(strict, bool):
+        raise _wrong("response_format", "must have true or false as json_schema.strict", strict)
     return _json("response_format", "json_schema.schema", value.get("schema"))
 
 
 def _json(param: str, key: str, schema: Any) -> StructuredOutput:
     if not isinstance(schema, Mapping):
         raise _wrong(param, f"must have a JSON schema, an object, as {key}", schema)
-    return StructuredOutput.json(schema)
+    check_schema(schema, f"{param}.{key}", param)
+    return StructuredOutput.json(schema, f"{param}.{key}")
 
 
 def _wrong(param: str, demand: str, value: Any) -> InvalidParameterError:
-    return InvalidParameterError(f"{param} {demand}, got {'nothing' if value is None else shown(value)}", param=param)
+    got = "nothing" if value is None else shown_json(value)
+    return InvalidParameterError(f"{param} {demand}, got {got}", param=param)

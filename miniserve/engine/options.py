@@ -101,8 +101,9 @@ class RequestOptions:
     Attributes:
         cache_salt: the prefix cache is shared only with requests of the same salt; None is a salt too.
         priority: lower comes first, where the server goes by priority.
-        truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 is as many as fit. None refuses a
-            prompt that is too long.
+        truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 is as many as leave room for the
+            answer, which is a quarter of the context where no limit of tokens is asked for. None refuses a prompt that
+            is too long.
 
     Raises:
         InvalidParameterError: a value is out of range; `param` names the field.

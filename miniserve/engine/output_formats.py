@@ -6,6 +6,7 @@ calls, found in its chat template. Does not render or tokenise.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,17 +17,20 @@ from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
 from miniserve.sampling_params import StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message
+from miniserve.text.parsers.base import Tool
 from miniserve.text.parsers.formats import find_format
 from miniserve.text.parsers.tool_format import ToolFormat
 from miniserve.text.reasoning import find_thinking
 from miniserve.text.tokenizer import Tokenizer
+
+_MAX_SEARCH_SECONDS = 2.0  # for the tool that is at fault, of many
 
 
 class Compiler(Protocol):
     """Makes grammars: `structured.GrammarCompiler`, or a fake in tests."""
 
     def compile(self, asked: StructuredOutput) -> Any:
-        """The grammar; raises `InvalidParameterError` with the param "structured_outputs" if there can be none."""
+        """The grammar; raises `InvalidParameterError`, which calls it by its `name`, if there can be none."""
 
 
 class OutputFormats:
@@ -79,13 +83,19 @@ class OutputFormats:
         Args:
             prompt: the rendered text.
             messages: with text as content.
-            chat: where tools are demanded, calls are all that comes, whatever `structure` says.
+            chat: where tools are demanded, calls are all that comes, whatever a response_format says.
             structure: of an answer in words.
 
         Raises:
-            InvalidParameterError: the structure or the tools cannot be compiled, or no reasoning is wanted of a model
-                that always reasons.
+            InvalidParameterError: the structure or the tools cannot be compiled, they contradict each other, or no
+                reasoning is wanted of a model that always reasons.
         """
+        if chat.demanded_tools and structure is not None and structure.param == "structured_outputs":
+            raise InvalidParameterError(
+                "structured_outputs and tool_choice contradict each other: an answer that has to call tools is made of "
+                "calls only; leave out one of them",
+                param="structured_outputs",
+            )
         thinking = self._thinking(prompt, messages, chat)
         shown_ids = self._tag_ids if thinking is not None else frozenset()
         if chat.offered_tools:
@@ -115,14 +125,49 @@ class OutputFormats:
             return None if structure is None else self._grammars.compile(structure)
         answer = None if required else structure
         try:
-            source = self.tool_format.grammar(
-                tools, max_calls=chat.max_calls, answer=answer, required=required, special_ids=self._special_ids
-            )
-            return self._grammars.compile(StructuredOutput("grammar", source))
+            return self._grammar_of_calls(tools, chat, answer=answer, required=required)
         except InvalidParameterError as error:
             if answer is not None:
                 self._grammars.compile(answer)  # raises if the fault is there
-            raise InvalidParameterError(f"calls of these tools cannot be enforced: {error}", param="tools") from error
+            elif len(tools) == 1:
+                raise
+            raise self._fault_of_one(tools, chat) or error from None
+
+    def _grammar_of_calls(
+        self, tools: Sequence[Tool], chat: ChatOptions, *, answer: StructuredOutput | None, required: bool
+    ) -> Any:
+        if answer is not None:
+            param, name = "tools", f"tools beside {answer.name}"
+        elif len(tools) > 1:
+            param = name = "tools"
+        else:
+            param = f"tools[{chat.tools.index(tools[0])}].function.parameters"
+            name = f"{param} of {tools[0].name!r}"
+        try:
+            source = self.tool_format.grammar(
+                tools, max_calls=chat.max_calls, answer=answer, required=required, special_ids=self._special_ids
+            )
+            return self._grammars.compile(StructuredOutput("grammar", source, name))
+        except InvalidParameterError as error:
+            error.param = param
+            raise
+
+    def _fault_of_one(self, tools: Sequence[Tool], chat: ChatOptions) -> InvalidParameterError | None:
+        """The error of the tool at fault, found by halves; None where only all together are too much, or in doubt."""
+        deadline = time.monotonic() + _MAX_SEARCH_SECONDS
+        while len(tools) > 1:
+            half = tools[: len(tools) // 2]
+            tools = half if self._fault(half, chat) is not None else tools[len(half) :]
+            if time.monotonic() > deadline:
+                return None
+        return self._fault(tools, chat)
+
+    def _fault(self, tools: Sequence[Tool], chat: ChatOptions) -> InvalidParameterError | None:
+        try:
+            self._grammar_of_calls(tools, chat, answer=None, required=True)
+        except InvalidParameterError as error:
+            return error
+        return None
 
     def _ids_of(self, texts: Sequence[str]) -> dict[str, int]:
         """Those that are special tokens; other texts are shown anyway."""

@@ -17,12 +17,15 @@ from miniserve.text.reasoning import Phase, ReasoningSplitter
 from miniserve.text.stop import StopMatcher
 from miniserve.text.tokenizer import Tokenizer
 
+_MAX_BREAKS = 2  # line breaks between reasoning and answer
+
 
 class OutputText:
     """Follows one request from its first output token to its last.
 
     Under a grammar, reasoning that the prompt has not opened begins with the very first token, which has to be the
-    start tag; where the tag is several tokens there is none.
+    start tag; where the tag is several tokens there is none. Behind the reasoning, two line breaks may come before the
+    answer, of which the grammar knows nothing: most models were trained to write them.
 
     Attributes:
         num_reasoning_tokens: how many of the tokens so far belong to the reasoning, its tags included.
@@ -32,6 +35,8 @@ class OutputText:
         thinking, grammar = output_format.thinking, output_format.grammar
         self._matcher: Matcher | None = None if grammar is None else grammar.start()
         self._start_tag_ids = _start_tag_ids(tokenizer, thinking)
+        self._break_ids = {} if self._matcher is None or thinking is None else _break_ids(self._matcher)
+        self._num_breaks = 0  # line breaks between reasoning and answer
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=sampling.skip_special_tokens, shown_ids=output_format.shown_ids
         )
@@ -55,7 +60,8 @@ class OutputText:
         """What the next token may be; None if it is free."""
         if self._matcher is None or self.is_reasoning:
             return None
-        return MaskQuery(request_id, self._matcher, self._start_tag_ids if self._splitter.phase is Phase.START else ())
+        also_allowed = self._start_tag_ids if self._splitter.phase is Phase.START else self._breaks_allowed()
+        return MaskQuery(request_id, self._matcher, also_allowed)
 
     def push(self, token_ids: Sequence[int], *, may_stop: bool, is_last: bool) -> tuple[str, str, str | None]:
         """Add tokens; returns reasoning and answer that may be shown now, and the stop string that ended the answer.
@@ -88,16 +94,32 @@ class OutputText:
         if self._matcher is not None and self._splitter.phase is Phase.START and token_id not in self._start_tag_ids:
             self._splitter = ReasoningSplitter(None)  # the matcher sees this token: it has to be answer
         before = self._splitter.phase
+        is_break = token_id in self._breaks_allowed()
         reasoning, content = self._splitter.push(self._detokenizer.push((token_id,)))
         if before is not Phase.CONTENT:
             self._num_tokens += 1
             if self._splitter.has_reasoning:  # now also those that began to spell the start tag
                 self.num_reasoning_tokens = self._num_tokens
-        if self._matcher is not None and before is Phase.CONTENT:
+        if is_break:
+            self._num_breaks += self._break_ids[token_id]
+        elif self._matcher is not None and before is Phase.CONTENT:
+            self._break_ids = {}
             self._matcher.accept((token_id,))
         elif self._matcher is not None and content:  # it came with the token that ended the reasoning
             self._matcher.accept_text(content)
         return reasoning, content
+
+    def _breaks_allowed(self) -> tuple[int, ...]:
+        """The tokens of line breaks that may come now although they are no part of the answer."""
+        if not self._splitter.awaits_answer:
+            return ()
+        return tuple(i for i, number in self._break_ids.items() if self._num_breaks + number <= _MAX_BREAKS)
+
+
+def _break_ids(matcher: Matcher) -> dict[int, int]:
+    """How many line breaks each token of nothing else is, up to `_MAX_BREAKS`."""
+    ids = {number: matcher.token_of("\n" * number) for number in range(1, _MAX_BREAKS + 1)}
+    return {token_id: number for number, token_id in ids.items() if token_id is not None}
 
 
 def _start_tag_ids(tokenizer: Tokenizer, thinking: Thinking | None) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Knows a vocabulary as bytes and ids; neither the model nor tensors.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -17,13 +18,14 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from miniserve.errors import QueueFullError
+from miniserve.errors import InvalidParameterError, QueueFullError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
+from miniserve.structured.reasons import in_words
 from miniserve.structured.rehearsal import Rehearsal
+from miniserve.structured.shortest import unfinishable
 from miniserve.structured.sources import refused, to_grammar
 
-_MAX_REASON_LENGTH = 300
 _MAX_CACHED_GRAMMARS = 64
 _MAX_CACHED_CHARACTERS = 2**20
 _NUM_REHEARSALS = 2
@@ -71,11 +73,16 @@ class Matcher:
             GrammarError: they are not allowed here, or following them takes too much.
         """
         if not self._matcher.consume_tokens(list(token_ids)):
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise GrammarError(in_words(self._matcher.get_error()))
 
     def accept_text(self, text: str) -> None:
         """Go on by `text`, whatever its tokens. Raises as `accept`."""
         self.accept(self._tokenizer.greedy_tokenize(text))
+
+    def token_of(self, text: str) -> int | None:
+        """The token that is shown as exactly `text`; None where it takes several."""
+        token_ids = self._tokenizer.greedy_tokenize(text)
+        return token_ids[0] if len(token_ids) == 1 else None
 
     def fill(self, row: NDArray[np.int32]) -> None:
         """Write the mask of what may come next.
@@ -88,7 +95,7 @@ class Matcher:
         """
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise GrammarError(in_words(self._matcher.get_error()))
 
 
 class Grammar:
@@ -102,6 +109,16 @@ class Grammar:
         """Begin an answer."""
         return Matcher(self._matcher.deep_copy(), self._tokenizer)
 
+    def after(self, text: str) -> Grammar:
+        """The grammar of what follows `text`, with which the answer begins.
+
+        Raises:
+            GrammarError: no answer begins so.
+        """
+        matcher = self._matcher.deep_copy()
+        Matcher(matcher, self._tokenizer).accept_text(text)
+        return Grammar(matcher, self._tokenizer)
+
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps the latest. For any number of threads.
@@ -110,10 +127,20 @@ class GrammarCompiler:
         tokenizer: the model's.
         num_token_ids: ids from 0 that the model and the tokenizer both know.
         eos_token_ids: the tokens that end an answer; those that are not known are left out.
+        max_tokens: of an answer, at the very most; None sets no bound.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, num_token_ids: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_token_ids: int,
+        eos_token_ids: frozenset[int],
+        max_tokens: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
+        self._longest_token = 1
         self._vocabulary = partial(_vocabulary, tokenizer, num_token_ids, eos_token_ids)
         self._library_tokenizer: LLTokenizer | None = None
         self._cache = _Cache()
@@ -136,8 +163,10 @@ class GrammarCompiler:
             if (cached := self._cache.get(asked)) is not None:  # while this thread waited
                 return cached
             if refusal := rehearsal.refusal(grammar):
-                raise refused(asked, _reason(refusal))
+                raise _refused(asked, refusal)
             compiled = self._compile(asked, grammar)
+            if reason := unfinishable(asked, longest_token=self._longest_token, max_tokens=self._max_tokens):
+                raise refused(asked, reason)
             self._cache.put(asked, compiled)
         return compiled
 
@@ -164,14 +193,16 @@ class GrammarCompiler:
         tokenizer = self._library()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise refused(asked, _reason(matcher.get_error()))
+            raise _refused(asked, matcher.get_error())
         matcher.compute_bitmask()  # copies inherit what it has found out
         return Grammar(matcher, tokenizer)
 
     def _library(self) -> LLTokenizer:
         with self._lock:
             if self._library_tokenizer is None:
-                self._library_tokenizer = make_tokenizer(self._vocabulary(), self._tokenizer.encode_literal)
+                vocabulary = self._vocabulary()
+                self._longest_token = max(map(len, vocabulary.tokens))
+                self._library_tokenizer = make_tokenizer(vocabulary, self._tokenizer.encode_literal)
             return self._library_tokenizer
 
 
@@ -218,9 +249,6 @@ def _close(rehearsals: Iterable[Rehearsal]) -> None:
         rehearsal.close()
 
 
-def _reason(message: str) -> str:
-    """What llguidance says, without the whole grammar before the point of it."""
-    message = message.removesuffix("<non-verbose/>").strip()
-    causes = [line for line in message.splitlines() if line.startswith("error: ")]
-    message = causes[-1].removeprefix("error: ") if causes else message
-    return message if len(message) <= _MAX_REASON_LENGTH else message[:_MAX_REASON_LENGTH] + "..."
+def _refused(asked: StructuredOutput, message: str) -> InvalidParameterError:
+    """What llguidance says, in our words. Only a grammar of the user's own has places that mean something."""
+    return refused(asked, in_words(message, shows_place=asked.kind == "grammar" and not asked.sent_as))

@@ -6,9 +6,13 @@ llguidance works without the interpreter lock, so threads do. Knows matchers, no
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +74,7 @@ class PendingMasks:
     def _collect(self) -> Masks:
         late = wait(self._futures.values(), timeout=MASK_SECONDS).not_done
         if late:
-            self._worker.renew()
+            self._worker.close()
         rows, errors = {}, {}
         for request_id, future in self._futures.items():
             if future in late:
@@ -83,27 +87,59 @@ class PendingMasks:
 
 
 class MaskWorker:
-    """Computes masks in `num_threads` threads, which start when they are needed first."""
+    """Computes masks in `num_threads` threads, which start when they are needed first.
+
+    The threads end with it. They are daemons: one that is stuck in a grammar does not hold up the end of the process.
+    """
 
     def __init__(self, num_threads: int = 4) -> None:
         self._num_threads = num_threads
-        self._threads = self._new_threads()
+        self._begin()
 
     def start(self, queries: Sequence[MaskQuery]) -> PendingMasks:
         """Begin to compute the masks; nothing is done where nobody asks."""
-        return PendingMasks(self, {query.request_id: self._threads.submit(_mask, query) for query in queries})
-
-    def renew(self) -> None:
-        """Leave the threads to what they are stuck in, and go on with new ones."""
-        self.close()
-        self._threads = self._new_threads()
+        jobs = [_Job(query) for query in queries]
+        while len(self._threads) < min(len(jobs), self._num_threads):
+            self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True))
+            self._threads[-1].start()
+        for job in jobs:
+            self._jobs.put(job)
+        return PendingMasks(self, {job.query.request_id: job.row for job in jobs})
 
     def close(self) -> None:
-        """Let the threads end when they are done."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Leave the threads to what they are at, or stuck in: then they end. It may be used again, with new ones."""
+        self._end()
+        self._begin()
 
-    def _new_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
+    def _begin(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends a thread
+        self._end = weakref.finalize(self, _end, self._threads, self._jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A mask to compute, and where it goes."""
+
+    query: MaskQuery
+    row: Future[Row] = field(default_factory=Future)
+
+
+def _end(threads: Sequence[threading.Thread], jobs: SimpleQueue[_Job | None]) -> None:
+    with suppress(Empty):  # what none of them has begun is dropped
+        while True:
+            jobs.get_nowait()
+    for _ in threads:
+        jobs.put(None)
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    """One thread: job after job."""
+    while (job := jobs.get()) is not None:
+        try:
+            job.row.set_result(_mask(job.query))
+        except BaseException as failure:
+            job.row.set_exception(failure)
 
 
 def _mask(query: MaskQuery) -> Row:

@@ -4,7 +4,8 @@ llguidance cannot be interrupted, and its limits do not cover everything: a shor
 gigabytes, or overflow the stack. Here that ends a child process, with an alarm clock, little memory and a small stack,
 and the grammar is refused. What the child survives does no harm where there is more room.
 
-The child is this module, run as a program: JSON lines in, first the vocabulary, then grammars; JSON lines out.
+The child is this module, run as a program: JSON lines in, first the vocabulary, then grammars; JSON lines out. Clock
+and limits are those of POSIX: elsewhere no grammar is tried, and so none is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from typing import IO, Any
 import psutil
 from llguidance import LLMatcher, LLTokenizer
 
-from miniserve.errors import InternalError
+from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
 
 REHEARSAL_SECONDS = 1.5
@@ -52,8 +52,15 @@ class Rehearsal:
         """Why llguidance should not be given this grammar; empty if it may. Takes `REHEARSAL_SECONDS` at most.
 
         Raises:
+            InvalidParameterError: this system cannot hold a process to limits.
             InternalError: no process can be started.
         """
+        if os.name != "posix":
+            raise InvalidParameterError(
+                "structured answers, and calls that are demanded or strict, need a POSIX system: what a grammar may "
+                f"cost cannot be limited on {sys.platform}; run the server on Linux or macOS, or leave them out",
+                param="structured_outputs",
+            )
         process = self._process or self._start()
         try:
             reply = _exchange(process, {"grammar": grammar})
@@ -163,6 +170,8 @@ def _serve() -> None:
 
 
 def _main() -> None:
+    import resource  # not on every system
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is meant
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, _MEMORY_BYTES)):
         with suppress(OSError, ValueError):  # not every system has every limit

@@ -14,13 +14,14 @@ from llguidance import LLMatcher
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
 
-# All but `whitespace_pattern` are the defaults, which a schema must not change for itself. White space between the
-# parts of a document is one blank, or a line break with indentation: a small model would write it for ever.
+# A schema must not change them for itself. White space between the parts of a document is one blank, or a line break
+# with indentation: a small model would write it for ever. Escapes such as \u00e9 are JSON like any others.
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ ]|\n[ ]{0,40}",
     "coerce_one_of": False,
     "lenient": False,
+    "json_allow_general_unicode_escapes": True,
 }
 _BACKUS_NAUR = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
 
@@ -57,9 +58,7 @@ def to_grammar(asked: StructuredOutput) -> str:
 
 def refused(asked: StructuredOutput, reason: str) -> InvalidParameterError:
     """The error that says why there is no grammar."""
-    return InvalidParameterError(
-        f"structured_outputs.{asked.kind} cannot be used: {reason}", param="structured_outputs"
-    )
+    return InvalidParameterError(f"{asked.name} cannot be used: {reason}", param=asked.param)
 
 
 def _from_schema(asked: StructuredOutput) -> str:

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from miniserve.errors import CheckpointError, InvalidParameterError, shown
-from miniserve.text.messages import Message, normalise_messages
+from miniserve.text.messages import Message, check_continuable, normalise_messages, not_continuable
 from miniserve.text.spelling import Piece, SpellingMarks
 from miniserve.text.tokenizer import require_encodable
 
@@ -177,16 +177,12 @@ def _check_json(template_kwargs: Mapping[str, Any]) -> None:
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
     """Put a mark behind the text of the final message; returns the mark."""
-    final = messages[-1]
-    if final["role"] != "assistant":
-        raise _not_continuable(f"its role is {shown(final['role'])}, not 'assistant'")
-    if "tool_calls" in final:
-        raise _not_continuable("it calls tools, and is complete")
+    check_continuable(messages)
     used = {char for message in messages for char in message["content"]}
     mark = next((char for char in _NONCHARACTERS if char not in used), None)
     if mark is None:
-        raise _not_continuable("the messages have all of the characters U+FDD0 to U+FDEF; leave one of them out")
-    final["content"] += mark  # so it ends with something that no template trims
+        raise not_continuable("the messages have all of the characters U+FDD0 to U+FDEF; leave one of them out")
+    messages[-1]["content"] += mark  # so it ends with something that no template trims
     return mark
 
 
@@ -195,19 +191,12 @@ def _cut(prompt: str, mark: str, content: str) -> str:
     before, _, after = prompt.partition(mark)
     # Templates may set reasoning and answer apart with white space; any other change would be no continuation.
     if len(before) == len(prompt) or mark in after or not _squeezed(before + mark).endswith(_squeezed(content)):
-        raise _not_continuable("the model's chat template does not print its text as it is")
+        raise not_continuable("the model's chat template does not print its text as it is")
     return before
 
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _not_continuable(why: str) -> InvalidParameterError:
-    return InvalidParameterError(
-        f"the final message cannot be continued: {why}; leave continue_final_message out",
-        param="continue_final_message",
-    )
 
 
 # The environment that templates are written for

@@ -62,6 +62,11 @@ class ReasoningSplitter:
         self._has_shown = False  # some reasoning was shown
         self._drops_spaces = False  # white space behind the end tag
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the reasoning has ended and nothing has followed yet but white space, which is dropped."""
+        return self._drops_spaces
+
     def push(self, text: str) -> tuple[str, str]:
         """Add text; returns what of the reasoning and of the answer may be shown now."""
         if self.phase is Phase.CONTENT:
@@ -110,6 +115,12 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._drops_spaces = not text
         return text
+
+
+def answer_in(text: str, thinking: Thinking | None) -> str:
+    """The answer in a text that has come whole: what follows the reasoning that it begins with, if it does."""
+    splitter = ReasoningSplitter(thinking)
+    return splitter.push(text)[1] + splitter.flush()[1]
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -193,7 +193,7 @@ def test_content_parts_are_the_string_and_null_is_empty(api: Api) -> None:
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
     assert prompt_tokens({"role": "user", "content": parts}) == prompt_tokens({"role": "user", "content": "abc"})
-    assert prompt_tokens({"role": "user", "content": None}) == len(tokens("user: \n"))
+    assert prompt_tokens({"role": "assistant", "content": None}) == len(tokens("assistant: \n"))
     assert prompt_tokens({"role": "assistant"}) == len(tokens("assistant: \n"))
     assert prompt_tokens({"role": "developer", "content": "a"}) == len(tokens("system: a\n"))
 

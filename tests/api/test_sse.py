@@ -86,7 +86,7 @@ def test_the_stream_shows_life_while_the_prefill_takes_long(path: str, monkeypat
         api.model.gate.clear()
 
         async def scenario() -> Any:
-            exchange = await send(api, path, HELLO | {"prompt": "a", "stream": True})
+            exchange = await send(api, path, (HELLO if path == CHAT else {"prompt": "a"}) | {"stream": True})
             await exchange.until(lambda exchange: exchange.started)
             body = exchange.body
             api.model.gate.set()

@@ -272,3 +272,141 @@ def test_tool_choices_that_cannot_be() -> None:
         assert api.chat(tool_choice="required").error["param"] == "tool_choice"
         wrong = api.post(CHAT, {**HELLO, "tools": [tool("a"), {"type": "function"}]})
         assert wrong.error["param"] == "tools" and "tools[1]" in wrong.error["message"]
+
+
+SCHEMA_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"properties": []}, "properties must be an object of schemas, got []"),
+    ({"properties": {"a": 5}}, "properties.a must be an object or a boolean, got 5"),
+    ({"required": "a"}, 'required must be a list of strings, got "a"'),
+    ({"$ref": "#/$defs/none"}, '$ref is "#/$defs/none", but there is nothing at this place'),
+    ({"type": ["object", "null"]}, 'must have the type "object", for arguments are always one'),
+    ({"properties": {"a": {"type": []}}}, "properties.a.type must be one of string"),
+    ({"properties": {"a": {"multipleOf": 0}}}, "properties.a.multipleOf must be a number greater than 0, got 0"),
+]
+UNENFORCEABLE: list[tuple[dict[str, Any], str]] = [
+    ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "use anyOf"),
+    ({"properties": {"a": {"type": "string", "format": "x"}}}, "the format 'x' is not known; leave it out"),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' is not supported; leave it out"),
+]
+INNER = ("structured_outputs", "coerce", "Lark", "llguidance", "tool_call>", "%json")
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required", "wrong"])
+@pytest.mark.parametrize(("parameters", "words"), SCHEMA_FAULTS, ids=str)
+def test_malformed_parameters_are_refused_whatever_the_choice(
+    parameters: dict[str, Any], words: str, choice: str
+) -> None:
+    """Bug: they passed where no call was demanded, and were a fault of structured_outputs.grammar elsewhere."""
+    wrong = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+    named = {"type": "function", "function": {"name": "wrong"}}
+    with says("So.") as api:
+        answer = api.chat(tools=[*TOOLS, wrong], tool_choice=named if choice == "wrong" else choice)
+        assert answer.brief() == (400, "invalid_request_error", "invalid_value")
+        assert answer.error["param"] == "tools[2].function.parameters"
+        message = answer.error["message"]
+        assert message.startswith("tools[2].function.parameters of 'wrong' ") and words in message
+
+
+@pytest.mark.parametrize(("parameters", "words"), UNENFORCEABLE, ids=str)
+def test_what_a_grammar_cannot_keep_to_is_refused_only_where_there_is_one(
+    parameters: dict[str, Any], words: str
+) -> None:
+    wrong: dict[str, Any] = {"name": "wrong", "parameters": parameters}
+    with says("So.") as api:
+        loose = [*TOOLS, {"type": "function", "function": wrong}]
+        assert api.chat(tools=loose, tool_choice="auto").status == 200
+        strict = [*TOOLS, {"type": "function", "function": {**wrong, "strict": True}}]
+        for answer in (api.chat(tools=strict), api.chat(tools=loose, tool_choice="required")):
+            assert answer.status == 400 and answer.error["param"] == "tools[2].function.parameters"
+            message = answer.error["message"]
+            assert message.startswith("tools[2].function.parameters of 'wrong' ") and words in message
+            assert not any(word in message for word in INNER), message
+
+
+@pytest.mark.parametrize("kind", ["schema", "json_schema"])
+def test_a_fault_of_a_response_format_names_it(kind: str) -> None:
+    """Bug: it was one of response_format.json, a field that nobody has."""
+    schema = {"properties": {"a": {"type": "string", "format": "x"}}}
+    name, fields = {
+        "schema": ("response_format.schema", {"type": "json_object", "schema": schema}),
+        "json_schema": (
+            "response_format.json_schema.schema",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        ),
+    }[kind]
+    with says("So.") as api:
+        for tools in (None, TOOLS):
+            answer = api.chat(response_format=fields, tools=tools)
+            assert answer.status == 400 and answer.error["param"] == "response_format"
+            assert answer.error["message"].startswith(f"{name} cannot be used: the format 'x' is not known")
+
+
+def test_structured_outputs_beside_demanded_calls() -> None:
+    """Bug: they were ignored. A response_format is, as documented: clients send it with every request."""
+    with says(LINES["one"]) as api:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = api.chat(tools=TOOLS, tool_choice=choice, structured_outputs={"choice": ["a"]})
+            assert answer.status == 400 and answer.error["param"] == "structured_outputs"
+            assert "tool_choice" in answer.error["message"]
+
+
+def test_a_message_without_text_cannot_be_continued() -> None:
+    """Bug: where calls become text, the text of a call was continued."""
+    made = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    knows_no_tools = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for template in (THINKING_WITH_TOOLS, knows_no_tools):
+        with Api(lambda _: [EOS], template=template, max_model_len=1024) as api:
+            for fields in ({"tool_calls": [made]}, {"content": None}, {"content": ""}):
+                messages = [*HELLO["messages"], {"role": "assistant", **fields}]
+                for path in (CHAT, "/tokenize"):
+                    answer = api.post(path, {"messages": messages, "continue_final_message": True})
+                    assert answer.status == 400 and answer.error["param"] == "continue_final_message", answer.body
+
+
+def test_histories_that_could_not_have_been() -> None:
+    messages = [*HELLO["messages"], {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+    with says("So.") as api:
+        for path in (CHAT, "/tokenize"):
+            answer = api.post(path, {"messages": messages})
+            assert answer.status == 400 and answer.error["param"] == "messages"
+            assert answer.error["message"].startswith("messages[1].tool_call_id is '1', but ")
+
+
+def test_tokenize_counts_what_a_chat_with_the_same_fields_would() -> None:
+    """Bug: tool_choice and reasoning_effort were ignored."""
+    asked: dict[str, Any] = {"messages": HELLO["messages"], "tools": TOOLS}
+    with says("So.") as api:
+        counts = set()
+        for fields in (
+            {},
+            {"tool_choice": "none"},
+            {"tool_choice": "auto"},
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "high", "tool_choice": "none"},
+        ):
+            count = api.post("/tokenize", asked | fields).json()["count"]
+            assert count == api.post(CHAT, asked | fields).json()["usage"]["prompt_tokens"], fields
+            counts.add(count)
+        assert len(counts) > 2, "guard: the fields change the prompt"
+        for fields in ({"tool_choice": "any"}, {"reasoning_effort": "huge"}):
+            [name] = fields
+            assert api.post("/tokenize", asked | fields).error["param"] == name
+
+
+def test_a_text_has_no_fields_of_a_conversation() -> None:
+    """Bug: tools beside a prompt were ignored."""
+    fields: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": "none",
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": True},
+        "add_generation_prompt": True,
+        "continue_final_message": True,
+    }
+    with says("So.") as api:
+        for name, value in fields.items():
+            answer = api.post("/tokenize", {"prompt": "a", name: value})
+            assert answer.status == 400 and answer.error["param"] == name
+            assert answer.error["message"].startswith(f"{name} goes with messages, not with prompt")
+        nothing = {"tools": [], "chat_template_kwargs": {}, "add_generation_prompt": False, "tool_choice": None}
+        assert api.post("/tokenize", {"prompt": "a", **nothing}).status == 200

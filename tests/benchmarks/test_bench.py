@@ -19,7 +19,7 @@ from miniserve.benchmarks.arm import Load, Measurement, Progress
 from miniserve.benchmarks.bench import BenchOptions, bench
 from miniserve.benchmarks.prompts import conversations
 from miniserve.config import EngineConfig
-from miniserve.errors import ConfigError, InternalError
+from miniserve.errors import ConfigError, InternalError, RequestError
 from tests.support import tiny_model
 
 TOKEN_IDS = ((1, 2, 3), (1, 2))
@@ -96,6 +96,19 @@ def test_an_arm_that_fails_ends_the_command(
     assert cli.main(["bench", "--model", "m"]) == 1
     assert capsys.readouterr() == ("", "miniserve: error: broken: lost\n")
     assert len(workers.started) == 1
+
+
+def test_more_tokens_than_the_context_holds_are_the_fault_of_a_flag(
+    workers: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with exit code 1, as if the measurement had failed."""
+
+    def run(*_: object) -> Measurement:
+        raise RequestError("the context holds 2048")
+
+    monkeypatch.setattr(workers, "run", run)
+    assert cli.main(["bench", "--model", "m", "--max-tokens", "100000"]) == 2
+    assert capsys.readouterr() == ("", "miniserve: error: the context holds 2048\n")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ HARMLESS_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "best_of": (1, None),
     "echo": (False, None),
     "logprobs": (None,),
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "parallel_tool_calls": (True, None),
+    "messages": (None,),
+    "max_completion_tokens": (None,),
 }
 CASES_HARMLESS = [
     *((path, field, values) for path in REQUIRED for field, values in HARMLESS.items()),
@@ -97,8 +102,22 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": ("{{ messages }}",),
     "documents": ([{"text": "x"}],),
     "echo": (True,),
+    "best_of": (2,),
+    "prompt": ("Hi",),
+    "suffix": ("the end",),
 }
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "messages": ([{"role": "user", "content": "Hi"}], []),
+    "tools": ([{"type": "function", "function": {"name": "f"}}],),
+    "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
+    "functions": ([{"name": "f"}],),
+    "reasoning_effort": ("low", "none"),
+    "include_reasoning": (False,),
+    "chat_template_kwargs": ({"enable_thinking": False},),
+    "continue_final_message": (True,),
+    "add_generation_prompt": (True,),
+    "max_completion_tokens": (5,),
+    "top_logprobs": (3,),
     "suffix": ("the end",),
     "best_of": (2, 128),
     "prompt_embeds": ("AAAA",),
@@ -207,16 +226,30 @@ def test_null_content_is_empty(scripted: Server, empty: dict[str, Any]) -> None:
 def test_an_assistants_tool_calls_in_the_history(scripted: Server) -> None:
     """Bug kinds: tool_calls without content, or null, or with arguments "null", were a 500."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "null"}}
-    for assistant in (
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "content": "x", "tool_calls": None},
-        {"role": "assistant", "content": "x", "tool_calls": []},
-    ):
-        tool = {"role": "tool", "tool_call_id": "1", "content": "42"}
+    user, tool = {"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "1", "content": "42"}
+    contents: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""}, {"content": "x"})
+    for content in contents:
         # This template knows no tools: a result is the user's, as text.
-        text = echoed(scripted, {"role": "user", "content": "Hi"}, assistant, tool)
+        text = echoed(scripted, user, {"role": "assistant", "tool_calls": [call], **content}, tool)
         assert text.endswith("user: <tool_response>\n42\n</tool_response>\n")
+    empty: tuple[Any, ...] = (None, [])
+    for nothing in empty:
+        assert echoed(scripted, {"role": "assistant", "content": "x", "tool_calls": nothing}, user) == (
+            "assistant: x\nuser: Hi\n"
+        )
+
+
+def test_a_history_that_could_not_have_been(scripted: Server) -> None:
+    """Bug: a result of no call was the user's text."""
+    user, tool = {"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "1", "content": "42"}
+    for messages, where in (
+        ([user, tool], "messages[1].tool_call_id"),
+        ([user, {"role": "assistant", "content": "x"}, tool], "messages[2].tool_call_id"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{**user, "name": 5}], "messages[0].name"),
+    ):
+        response = scripted.post(CHAT, messages=messages)
+        assert check_error(response, 400, "invalid_value", "messages").startswith(where)
 
 
 def test_the_developer_is_the_system(server: Server) -> None:

@@ -164,11 +164,9 @@ def test_an_error_within_a_stream(scripted: Server, directive: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_events_of_an_error_within_a_stream(scripted: Server, path: str) -> None:
-
     content = "<<say abcdef>><<raise 3>>"
-    response = scripted.post(
-        path, prompt=content, messages=[{"role": "user", "content": content}], stream=True, n=2, temperature=0
-    )
+    prompt = {"messages": [{"role": "user", "content": content}]} if "chat" in path else {"prompt": content}
+    response = scripted.post(path, **prompt, stream=True, n=2, temperature=0)
     *chunks, error, done = events(response.text)
     assert done == "[DONE]" and len(chunks) >= 3
     assert set(json.loads(error)) == {"error"}

@@ -140,6 +140,18 @@ def test_a_model_that_has_to_call_does(thinking: Server, choice: Any, names: set
                 Weather.model_validate_json(arguments)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 5, 70, 75, 80])
+def test_a_call_that_is_cut_before_its_name_leaves_nothing(thinking: Server, max_tokens: int) -> None:
+    """Bug: where the model had to call, the beginning of a call that the limit cut was shown as text."""
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": max_tokens}
+    said = says(call() + "\n" + call())
+    for answer in (thinking.chat(said, **fields), thinking.chat_stream(said, **fields)):
+        assert answer.text == "" and answer.finish_reason == "length"
+        [calls] = answer.tool_calls or [[]]
+        assert [name for name, _ in calls] == ["weather"] * len(calls)
+        assert bool(calls) is (max_tokens > 5)
+
+
 def test_only_one_call_where_they_may_not_be_parallel(thinking: Server) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "parallel_tool_calls": False, "max_tokens": 400}
     for choice in ("auto", "required"):
@@ -191,4 +203,6 @@ def test_tools_that_cannot_be(thinking: Server) -> None:
         check_error(thinking.post(CHAT, messages=[user("Hi")], tools=tools), 400, "invalid_value", "tools")
     unreadable = {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema.json"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": unreadable, "strict": True}}
-    check_error(thinking.post(CHAT, messages=[user("Hi")], tools=[tool]), 400, "invalid_value", "tools")
+    param = "tools[0].function.parameters"
+    message = check_error(thinking.post(CHAT, messages=[user("Hi")], tools=[tool]), 400, "invalid_value", param)
+    assert message.startswith(f"{param} of 'f' ") and "https://example.com/schema.json" in message

@@ -31,6 +31,7 @@ from miniserve.errors import (
 )
 from miniserve.outputs import EngineOutput, FinishReason
 from miniserve.sampling_params import SamplingParams
+from miniserve.structured.masks import MaskQuery, MaskWorker
 from tests.engine.scripted import (
     EOS,
     Script,
@@ -607,6 +608,26 @@ async def test_stop_fails_who_waits() -> None:
         assert len(runner.steps) == 1
         with pytest.raises(EngineUnavailableError):
             engine.submit([[make_request("c")]])
+
+
+@on_loop
+async def test_the_threads_of_masks_end_with_the_engine() -> None:
+    """Bug: they stayed, and one that was stuck in a grammar held up the end of the process."""
+    masks = MaskWorker()
+    async with running(masks=masks):
+        masks.start([MaskQuery("a", Anything())]).result()  # type: ignore[arg-type]
+        [thread] = masks._threads
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+class Anything:
+    """A matcher of any text."""
+
+    num_words = 1
+
+    def fill(self, row: Any) -> None:
+        row[:] = -1
 
 
 def test_a_closed_loop_ends_the_thread() -> None:

@@ -11,6 +11,7 @@ from miniserve.engine.options import ChatOptions, RequestOptions
 from miniserve.errors import ContextLengthError, InvalidParameterError, RequestError
 from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
+from miniserve.text.parsers.base import TextDelta, Tool
 from tests.engine.scripted import EOS, MAX_MODEL_LEN, PIECES, TOKENIZER, make_input_processor, tokens
 
 NUM_IDS = TOKENIZER.num_token_ids
@@ -280,9 +281,18 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz" * 4
 
 @pytest.mark.parametrize(
     ("kept", "max_tokens", "capacity", "length"),
-    [(1, 4, 99, 1), (7, None, 99, 7), (-1, None, 99, 31), (-1, 4, 99, 28), (-1, 0, 99, 31), (-1, 4, 20, 19)],
+    [
+        (1, 4, 99, 1),
+        (7, None, 99, 7),
+        (-1, None, 99, 24),
+        (-1, None, 20, 15),
+        (-1, 4, 99, 28),
+        (-1, 0, 99, 31),
+        (-1, 4, 20, 19),
+    ],
 )
 def test_the_last_tokens_are_kept(kept: int, max_tokens: int | None, capacity: int, length: int) -> None:
+    """Bug: -1 without max_tokens filled the context with the prompt, and the answer was one token."""
     processor = make_processor(kv_capacity_tokens=capacity)
     sampling, options = SamplingParams(max_tokens=max_tokens), RequestOptions(truncate_prompt_tokens=kept)
     expected = tokens(LETTERS[-length:])
@@ -325,3 +335,15 @@ def test_min_tokens_beyond_the_context() -> None:
     assert isinstance(error, InvalidParameterError) and error.param == "min_tokens"
     assert f"room for {MAX_MODEL_LEN - 4}" in str(error)
     make_processor().process_prompt("r", [1] * 4, SamplingParams(min_tokens=MAX_MODEL_LEN - 4, max_tokens=None))
+
+
+def test_an_answer_that_has_to_call_has_no_text() -> None:
+    """Bug: a call that was cut before its name was known was shown as text."""
+    tools = (Tool("f"),)
+    for options, shown in (
+        (ChatOptions(tools=tools, tool_choice="required"), []),
+        (ChatOptions(tools=tools, tool_choice="required", tool_name="f"), []),
+        (ChatOptions(tools=tools), [TextDelta("<tool_call>")]),
+    ):
+        parser = make_processor().tool_parser(options)
+        assert parser is not None and parser.push("<tool_call>") + parser.flush() == shown

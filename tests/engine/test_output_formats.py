@@ -30,6 +30,7 @@ TIME = {"type": "function", "function": {"name": "time"}}
 TOOLS = read_tools([WEATHER, TIME])
 STRICT = (Tool("weather", None, SCHEMA, strict=True),)
 REGEX = StructuredOutput("regex", "a+")
+JSON = StructuredOutput.json({"type": "object"}, "response_format")
 THINK = Thinking("<think>", "</think>")
 INSIDE = Thinking("<think>", "</think>", inside=True)
 
@@ -57,7 +58,7 @@ class Recorder:
     def compile(self, asked: StructuredOutput) -> Any:
         self.asked.append(asked)
         if "broken" in asked.source:
-            raise InvalidParameterError("it is broken", param="structured_outputs")
+            raise InvalidParameterError(f"{asked.name}: it is broken", param=asked.param)
         return asked
 
 
@@ -157,7 +158,6 @@ def test_what_templates_see_of_the_effort(effort: str) -> None:
 @pytest.mark.parametrize(
     ("content", "thinking"),
     [
-        ("", THINK),
         ("\n", THINK),
         ("Yes, th", None),
         ("<think>Hm", INSIDE),
@@ -186,7 +186,8 @@ def test_tools_reach_a_template_that_knows_them() -> None:
 
 def test_a_template_that_knows_no_tools_gets_text() -> None:
     call = {"id": "1", "function": {"name": "time", "arguments": '{"zone": "UT'}}
-    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "12:00"}]
+    answer = {"role": "tool", "tool_call_id": "1", "content": "12:00"}
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
     text = prompt_of(PLAIN, *history, tools=TOOLS)
     assert text.startswith("system: ") and '"Of now"' in text
     assert '"arguments": {"zone": "UT}\n</tool_call>' in text, "what the model wrote, though it is broken"
@@ -232,7 +233,7 @@ def test_no_grammar_without_a_reason() -> None:
     ("options", "structure", "tools", "expected"),
     [
         ({"tool_choice": "required"}, None, TOOLS, {"required": True}),
-        ({"tool_choice": "required"}, REGEX, TOOLS, {"required": True}),
+        ({"tool_choice": "required"}, JSON, TOOLS, {"required": True}),
         ({"tool_choice": "required", "tool_name": "time"}, None, TOOLS[1:], {"required": True, "max_calls": 1}),
         ({}, REGEX, TOOLS, {"answer": REGEX}),
         ({"parallel_tool_calls": False}, REGEX, TOOLS, {"answer": REGEX, "max_calls": 1}),
@@ -262,18 +263,44 @@ def test_a_strict_tool_has_a_grammar_though_nothing_is_demanded() -> None:
 def test_the_field_at_fault_is_named() -> None:
     """Bug kind: who sent a wrong regular expression beside tools was told that the tools are wrong."""
     broken = StructuredOutput("regex", "broken")
-    tools = (Tool("f", None, {"properties": {"broken": {}}}),)
+    tool = Tool("wrong", None, {"properties": {"broken": {}}})
+    place = "tools[2].function.parameters"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"structure": broken}, "structured_outputs"),
         ({"structure": broken, "tools": TOOLS}, "structured_outputs"),
-        ({"structure": broken, "tools": tools}, "structured_outputs"),
-        ({"structure": REGEX, "tools": tools}, "tools"),
-        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"structure": broken, "tools": (tool,)}, "structured_outputs"),
+        ({"structure": REGEX, "tools": (*TOOLS, tool)}, place),
+        ({"structure": JSON, "tools": (*TOOLS, tool, *STRICT)}, place),
+        ({"tools": (*TOOLS, tool), "tool_choice": "required"}, place),
+        ({"tools": (*TOOLS, tool), "tool_choice": "required", "tool_name": "wrong"}, place),
+        ({"tools": (*TOOLS, tool, Tool("strict", strict=True))}, place),
+        ({"tools": (*TOOLS, tool, *(Tool(f"f{i}") for i in range(20))), "tool_choice": "required"}, place),
     ]
     for options, param in cases:
         with pytest.raises(InvalidParameterError, match="it is broken") as caught:
             format_of(PLAIN, **options)
         assert caught.value.param == param, options
+        assert param != place or str(caught.value) == f"{place} of 'wrong': it is broken", options
+
+
+def test_what_is_too_much_only_together_is_the_fault_of_all_tools() -> None:
+    tools = tuple(Tool(f"f{i}", None, {"properties": {"a": {"enum": ["x" * 30_000]}}}) for i in range(6))
+    with pytest.raises(InvalidParameterError, match=r"^tools has 18\d{4} characters") as caught:
+        format_of(THINKING_WITH_TOOLS, tools=tools, tool_choice="required")
+    assert caught.value.param == "tools"
+    long = StructuredOutput("regex", "a" * 120_000)
+    with pytest.raises(InvalidParameterError, match=r"tools beside structured_outputs\.regex has ") as caught:
+        format_of(THINKING_WITH_TOOLS, tools=tools[:1], structure=long)
+    assert caught.value.param == "tools"
+
+
+def test_structured_outputs_and_demanded_calls_exclude_each_other() -> None:
+    """Bug: the calls won without a word."""
+    for options in ({}, {"tool_name": "time"}):
+        with pytest.raises(InvalidParameterError, match="structured_outputs and tool_choice") as caught:
+            format_of(PLAIN, structure=REGEX, tools=TOOLS, tool_choice="required", **options)
+        assert caught.value.param == "structured_outputs"
+    assert format_of(PLAIN, structure=REGEX, tools=TOOLS, tool_choice="none").grammar == REGEX
 
 
 def test_nothing_is_compiled_for_a_request_that_is_refused_anyway() -> None:

@@ -35,7 +35,7 @@ from tests.engine.scripted import (
 
 THINK = Thinking("<think>", "</think>")
 INSIDE = Thinking("<think>", "</think>", inside=True)
-TAGS = make_tokenizer("<think>", "</think>", "k>\na", "k>b")
+TAGS = make_tokenizer("<think>", "</think>", "k>\na", "k>b", "\n\n")
 
 
 def encode(text: str, tokenizer: Tokenizer = TAGS) -> list[int]:
@@ -43,6 +43,8 @@ def encode(text: str, tokenizer: Tokenizer = TAGS) -> list[int]:
 
 
 THINK_ID, END_ID = encode("<think></think>")
+BREAK, TWO_BREAKS = encode("\n"), encode("\n\n")
+BREAKS = (*BREAK, *TWO_BREAKS)  # what may come between reasoning and answer
 
 
 # Fakes
@@ -69,6 +71,10 @@ class FakeMatcher:
     def accept_text(self, text: str) -> None:
         self.texts.append(text)
         self.accept(encode(text, TOKENIZER))
+
+    def token_of(self, text: str) -> int | None:
+        token_ids = encode(text)
+        return token_ids[0] if len(token_ids) == 1 else None
 
     @property
     def following(self) -> set[int]:
@@ -258,7 +264,7 @@ def test_the_grammar_begins_after_the_reasoning() -> None:
     output, worker = answer(encode("<think>no</think>no"), grammar, THINK)
     assert (output.reasoning, output.text, output.finish_reason) == ("no", "yes", FinishReason.STOP)
     assert taken(grammar) == [encode("yes")]
-    assert also_allowed(worker) == [(THINK_ID,), None, None, None, (), (), ()]
+    assert also_allowed(worker) == [(THINK_ID,), None, None, None, BREAKS, (), ()]
     assert output.usage.reasoning_tokens == 4
 
 
@@ -288,8 +294,41 @@ def test_inside_the_reasoning_nothing_is_masked_until_its_end(tokenizer: Tokeniz
     reasoning = encode("no\n</think>", tokenizer)
     output, worker = answer(reasoning, grammar, INSIDE, tokenizer=tokenizer)
     assert (output.reasoning, output.text) == ("no", "yes")
-    assert also_allowed(worker) == [None] * len(reasoning) + [()] * 3
+    assert also_allowed(worker)[: len(reasoning)] == [None] * len(reasoning)
     assert taken(grammar) == [encode("yes")]
+
+
+@pytest.mark.parametrize(
+    ("written", "may_follow"),
+    [((), BREAKS), (BREAK, tuple(BREAK)), (TWO_BREAKS, ()), (BREAK * 2, ())],
+    ids=["none", "one", "two at once", "two"],
+)
+@pytest.mark.parametrize("thinking", [THINK, INSIDE], ids=["whole", "inside"])
+def test_two_line_breaks_may_come_before_the_answer(
+    thinking: Thinking, written: Sequence[int], may_follow: tuple[int, ...]
+) -> None:
+    """Bug: models that always write them behind their reasoning were kept from it. They are no part of the answer."""
+    grammar, reasoning = FakeGrammar("yes"), encode("no</think>" if thinking.inside else "<think>no</think>")
+    line = [*reasoning, *written, *encode("yes")]
+    output, worker = answer(line, grammar, thinking)
+    assert (output.reasoning, output.text, output.finish_reason) == ("no", "yes", FinishReason.STOP)
+    assert taken(grammar) == [encode("yes")] and list(output.token_ids) == line
+    assert also_allowed(worker)[-3:] == [may_follow, (), ()]
+
+
+def test_more_line_breaks_are_the_grammars_matter() -> None:
+    """A small model would write them for ever."""
+    output, _ = answer([*encode("no</think>"), *BREAK, *TWO_BREAKS, *BREAK * 5], FakeGrammar("yes"), INSIDE)
+    assert output.text == "yes"  # the second one was masked
+    grammar = FakeGrammar("\nyes")
+    output, worker = answer([*encode("no</think>"), *BREAK * 3, *encode("yes")], grammar, INSIDE)
+    assert output.text == "yes" and taken(grammar) == [encode("\nyes")]
+    assert also_allowed(worker)[-4:] == [(), (), (), ()]
+
+
+def test_no_line_breaks_where_there_was_no_reasoning() -> None:
+    output, worker = answer([*BREAK, *encode("yes")], FakeGrammar("yes"), THINK)
+    assert output.text == "yes" and also_allowed(worker)[1:] == [(), ()]
 
 
 def test_answer_in_the_token_that_ends_the_reasoning() -> None:
@@ -454,6 +493,17 @@ def test_masks_are_computed_while_the_model_runs() -> None:
 
 
 # The real thing
+
+
+def test_bare_json_after_reasoning() -> None:
+    compiler = GrammarCompiler(TAGS, num_token_ids=TAGS.num_token_ids, eos_token_ids=frozenset({EOS}))
+    grammar = compiler.compile(StructuredOutput.json({"type": "object"}))
+    engine = make({"a": [*encode('<think>hm</think>\n\n{"a": 1}'), EOS]}, masks=MaskWorker())
+    engine.add(make_request("a", output_format=OutputFormat(thinking=THINK, grammar=grammar)))
+    output = run(engine)["a"]
+    engine.close()
+    compiler.close()
+    assert (output.reasoning, output.text, output.finish_reason) == ("hm", '{"a": 1}', FinishReason.STOP)
 
 
 def test_with_real_grammars() -> None:

@@ -94,6 +94,28 @@ def test_white_space_in_json(model: Model, text: str, is_let_through: bool) -> N
         assert matches(model, model.compiler.compile(StructuredOutput.json(schema)), text) is is_let_through
 
 
+@pytest.mark.parametrize(
+    ("text", "is_let_through"),
+    [
+        (r'"\u00e9"', True),
+        (r'"\ud83d\ude00"', True),
+        (r'"\u000A\n\t\""', True),
+        (r'"\ud83d"', False),
+        (r'"\u00e"', False),
+        (r'"\u00e9\u00e9\u00e9"', False),
+    ],
+)
+def test_escapes_are_json_too(model: Model, text: str, is_let_through: bool) -> None:
+    """Bug: a model that had learnt to escape what is not ASCII was kept from it. An escape is one character."""
+    schema = {"type": "string", "maxLength": 2 if "n" not in text else 9}
+    assert matches(model, model.compiler.compile(StructuredOutput.json(schema)), text) is is_let_through
+
+
+def test_escapes_in_keys_and_any_json(model: Model) -> None:
+    grammar = model.compiler.compile(StructuredOutput.json({}))
+    assert matches(model, grammar, r'{"\u00e9": ["\u00e9"]}')
+
+
 CHOICES = ["yes", "yesterday", 'a "b"', "back\\slash", "new\nline", "\x7f\t", "é😀", "a/b", "<|im_end|>", "i", "{%}"]
 
 
@@ -217,6 +239,23 @@ def test_text_goes_on_whatever_its_tokens(model: Model) -> None:
     assert matcher.complete
 
 
+def test_what_follows_a_beginning(model: Model) -> None:
+    """Whatever the tokens of the beginning were; the grammar itself stays at its start."""
+    grammar = model.compiler.compile(StructuredOutput.json({"type": "array", "items": {"const": "é"}}))
+    rest = grammar.after('["é", "').after("")
+    assert matches(model, rest, 'é"]') and not matches(model, rest, '["é"]')
+    assert matches(model, grammar, '["é"]')
+    assert allowed(grammar.after('["é"]').start()) == END_IDS
+    with pytest.raises(GrammarError):
+        grammar.after('["e')
+
+
+def test_the_token_of_a_text(model: Model) -> None:
+    matcher = compile_(model, "regex", "a").start()
+    assert [matcher.token_of("\n")] == model.encode("\n")
+    assert matcher.token_of("\n" * 500) is None and matcher.token_of("") is None
+
+
 @pytest.mark.parametrize("text", ["x", "abc", "<|im_end|>"])
 def test_what_is_not_allowed_is_an_error(model: Model, text: str) -> None:
     matcher = compile_(model, "regex", "ab+").start()
@@ -285,6 +324,13 @@ def test_a_model_with_fewer_tokens_than_the_tokenizer() -> None:
 # What is refused
 
 
+def test_an_answer_without_end(model: Model) -> None:
+    """Bug: the model wrote until it had no tokens left."""
+    endless = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+    assert "no answer can be finished" in refusal(model, "json", json.dumps(endless))
+    assert "no answer can be finished" in refusal(model, "grammar", f"start: %json {json.dumps(endless)}")
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -315,7 +361,7 @@ def test_what_cannot_be_kept_is_named(model: Model, schema: dict[str, Any], name
         ("json", "[1]", "a schema is a JSON object, got [1]"),
         ("json", "false", "got false"),
         ("json", '{"minimum": NaN}', "not valid JSON"),
-        ("json", '{"enum": []}', "Unsatisfiable"),
+        ("json", '{"enum": []}', "no value is valid against it"),
         ("json", '{"const": "\\ud800"}', "not valid JSON"),
         ("regex", "(?=a)b", "look-ahead"),
         ("regex", "(a", "unclosed group"),
@@ -325,7 +371,7 @@ def test_what_cannot_be_kept_is_named(model: Model, schema: dict[str, Any], name
         ("choice", '["a", 1]', "must be a list of strings"),
         ("grammar", "start: a", "a"),
         ("grammar", 'root ::= "a" | "b"', '":" in place of "::="'),
-        ("grammar", 'start: "a" )', "1("),
+        ("grammar", 'start: "a" )', "line 1, column 12: "),
         ("grammar", "start: b\nb: b", "no answer is possible"),
     ],
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -48,7 +52,7 @@ def ids(row: Any) -> list[int]:
 def test_nobody_asks() -> None:
     worker = MaskWorker()
     assert worker.start([]).result() == Masks({}, {})
-    assert not worker._threads._threads, "no thread starts for nothing"
+    assert not worker._threads, "no thread starts for nothing"
     worker.close()
 
 
@@ -96,6 +100,49 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ids(worker.start([query("b", token_id=5)]).result().rows["b"]) == [5]
     release.set()
     worker.close()
+
+
+def test_closing_ends_the_threads_and_drops_what_waits() -> None:
+    worker, release = MaskWorker(num_threads=1), threading.Event()
+    pending = worker.start([query("a", token_id=5, wait_for=release), query("b", token_id=6)])
+    [thread] = worker._threads
+    while worker._jobs.qsize() > 1:  # until the thread has begun
+        time.sleep(0.001)
+    worker.close()
+    release.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert pending._futures["a"].done() and not pending._futures["b"].done()
+    assert ids(worker.start([query("c", token_id=7)]).result().rows["c"]) == [7]
+    worker.close()
+
+
+def test_the_threads_end_with_a_worker_that_nobody_closed() -> None:
+    worker = MaskWorker()
+    worker.start([query("a")]).result()
+    [thread] = worker._threads
+    del worker
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+STUCK = """
+import threading
+from miniserve.structured import masks
+class Matcher:
+    num_words = 1
+    def fill(self, row): threading.Event().wait()
+masks.MASK_SECONDS = 0.01
+worker = masks.MaskWorker()
+print(worker.start([masks.MaskQuery("a", Matcher())]).result().errors)
+"""
+
+
+def test_a_mask_that_is_stuck_does_not_hold_up_the_end_of_the_process() -> None:
+    """Bug: the interpreter waited for the thread, which no signal could end."""
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=True, timeout=60)
+    assert "takes more than" in ended.stdout
 
 
 def test_real_masks_of_many_answers_at_once(model: Model) -> None:

@@ -148,7 +148,10 @@ def test_no_tool_calls(tool_calls: Any) -> None:
         ({"role": "assistant", "tool_calls": 5}, r"messages\[1\]\.tool_calls must be a list, got a number"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, r"tool_calls must be a list, got an object"),
         ({"role": "assistant", "tool_calls": ["x"]}, r"tool_calls\[0\] must be an object with a function"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": [1]}}]}, r"\[0\]: arguments.*got a list"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, r"arguments.*a list"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, r"\[0\]\.function\.name must be .*, got null"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, r"name must be a non-empty string"),
+        ({"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}, r"type must be 'function', got 'x'"),
         ({"role": "assistant", "reasoning": ["x"]}, r"messages\[1\]\.reasoning must be a string, got a list"),
     ],
 )  # fmt: skip
@@ -296,7 +299,7 @@ def go_on(source: str, content: Any, **fields: Any) -> str:
     return render(source, [USER, final], add_generation_prompt=False, continue_final_message=True)
 
 
-@pytest.mark.parametrize("content", ["Once upon", "Once upon a ", "Once\n\n upon\n", "é\ufdd0", "<|im_end|>", ""])
+@pytest.mark.parametrize("content", ["Once upon", "Once upon a ", "Once\n\n upon\n", "é\ufdd0", "<|im_end|>"])
 def test_the_prompt_ends_with_the_final_message(content: str) -> None:
     """Bug: a template that trims took the blank that the text has to go on behind."""
     turn = f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
@@ -333,6 +336,10 @@ def test_a_final_message_that_cannot_be_continued() -> None:
         render(PLAIN, [USER], continue_final_message=True)
     with pytest.raises(InvalidParameterError, match="it calls tools"):
         go_on(PLAIN, "x", tool_calls=[{"function": {"name": "f"}}])
+    nothing: tuple[Any, ...] = ("", None, [])
+    for content in nothing:
+        with pytest.raises(InvalidParameterError, match="its content is empty"):
+            go_on(PLAIN, content)
     with pytest.raises(InvalidParameterError, match=r"U\+FDD0"):
         go_on(PLAIN, "".join(chr(code) for code in range(0xFDD0, 0xFDF0)))
 
@@ -352,3 +359,4 @@ def test_a_refusal_in_the_history_is_text() -> None:
     part = {"type": "refusal", "refusal": "I will not."}
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     assert template.render([{"role": "assistant", "content": [part]}]) == "I will not."
+    assert template.render([{"role": "assistant", "content": None, "refusal": "I will not."}]) == "I will not."

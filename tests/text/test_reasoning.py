@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniserve.outputs import Thinking
-from miniserve.text.reasoning import Phase, ReasoningSplitter, find_thinking
+from miniserve.text.reasoning import Phase, ReasoningSplitter, answer_in, find_thinking
 
 THINK = Thinking("<think>", "</think>")
 INSIDE = Thinking("<think>", "</think>", inside=True)
@@ -122,6 +122,31 @@ def test_phases() -> None:
     assert phases == [Phase.START] * 3 + [Phase.REASONING] * 2 + [Phase.CONTENT] * 2
     assert ReasoningSplitter(None).phase is Phase.CONTENT
     assert ReasoningSplitter(INSIDE).phase is Phase.REASONING
+
+
+def test_the_answer_is_awaited_until_it_begins() -> None:
+    splitter = ReasoningSplitter(THINK)
+    awaits = [splitter.awaits_answer]
+    for text in ("<think>", "why</thi", "nk>", "\n", " \n", "so", "\n"):
+        splitter.push(text)
+        awaits.append(splitter.awaits_answer)
+    assert awaits == [False] * 3 + [True] * 3 + [False] * 2
+    assert not ReasoningSplitter(None).awaits_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>why</think>\n so ", "so "),
+        (" so</think> ", " so</think> "),
+        ("<think>why", ""),
+        ("<th", "<th"),
+        ("", ""),
+    ],
+)
+def test_the_answer_in_a_whole_text(text: str, answer: str) -> None:
+    assert answer_in(text, THINK) == answer
+    assert answer_in(text, None) == text
 
 
 def test_a_flush_ends_the_start() -> None:

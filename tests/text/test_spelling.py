@@ -98,7 +98,8 @@ SPELLINGS = st.sampled_from([*SPECIAL, "</s>", "<unk>", "</think>", "<tool_call>
 STRINGS = st.lists(SPELLINGS | TEXT, max_size=6).map("".join)
 PARTS = st.lists(STRINGS.map(lambda text: {"type": "text", "text": text}), max_size=3)
 ARGUMENTS = st.dictionaries(STRINGS, STRINGS | st.lists(STRINGS, max_size=2), max_size=2)
-CALLS = st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": STRINGS, "arguments": ARGUMENTS})}))
+FUNCTIONS = st.fixed_dictionaries({"name": STRINGS.filter(bool), "arguments": ARGUMENTS})
+CALLS = st.lists(st.fixed_dictionaries({"function": FUNCTIONS}))
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.just("user"), "content": STRINGS | PARTS}, optional={"tool_calls": CALLS}),
     min_size=1,

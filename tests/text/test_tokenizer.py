@@ -163,6 +163,35 @@ def test_metaspace_decoder() -> None:
     assert tokenizer.decode([0, 1, 2]) == " ab<0x41>"
 
 
+# Literal text, and tokens by their name
+
+
+def test_literal_text_has_no_special_token(pair: Any) -> None:
+    """Whatever it spells; and it says exactly that."""
+    special = max(pair.ours.special_tokens.values(), key=len)
+    for text in ("the literal", f"a{special}b", special, " ", "\n\n", "é😀"):
+        token_ids = pair.ours.encode_literal(text)
+        assert not any(pair.ours.is_special(token_id) for token_id in token_ids)
+        assert pair.ours.decode_bytes(token_ids, skip_special_tokens=False).decode() == text
+    assert pair.ours.encode_literal("") == []
+
+
+def test_literal_text_is_in_the_middle_of_a_text(byte_fallback: Any) -> None:
+    """No BOS, no space in front, and the tokens that the model would expect there."""
+    assert byte_fallback.ours.encode_literal("the") != byte_fallback.ours.encode_literal(" the")
+    assert len(byte_fallback.ours.encode_literal(" the")) == 1
+    assert byte_fallback.ours.encode_literal("<think>") != [byte_fallback.ours.added_id("<think>")]
+
+
+def test_added_tokens_by_their_spelling(pair: Any) -> None:
+    backend = pair.reference.backend_tokenizer
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        assert pair.ours.added_id(token.content) == token_id
+        assert pair.ours.special_id(token.content) == (token_id if token.special else None)
+    for text in ("", "the", "e", "<think", "<think> "):
+        assert pair.ours.added_id(text) is None
+
+
 # Loading
 
 

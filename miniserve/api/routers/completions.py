@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from miniserve.api.body import naming_sent_fields, parse_body
+from miniserve.api.body import parse_body
 from miniserve.api.choice import Choice, Echo
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
 from miniserve.api.errors import call_id_of
@@ -84,14 +84,13 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
     asked.check_stream()
     asked.check_choices()
     choices: list[Choice] = []
-    with naming_sent_fields(asked.sent_name):
-        sampling = _sampling(asked, parts)
-        for number, prompt in enumerate(asked.prompts):
-            prompt_id = f"{call_id}-p{number}" if len(asked.prompts) > 1 else call_id
-            if server.config.log_requests:
-                log_request(prompt_id, json.dumps(prompt, ensure_ascii=False), sampling, asked.n)
-            with _numbering(number if len(asked.prompts) > 1 else None):
-                choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
+    sampling = _sampling(asked, parts)
+    for number, prompt in enumerate(asked.prompts):
+        prompt_id = f"{call_id}-p{number}" if len(asked.prompts) > 1 else call_id
+        if server.config.log_requests:
+            log_request(prompt_id, json.dumps(prompt, ensure_ascii=False), sampling, asked.n)
+        with _numbering(number if len(asked.prompts) > 1 else None):
+            choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
     return asked, Call(call_id, int(time.time()), model, choices)
 
 

@@ -47,8 +47,7 @@ async def tokenize(request: Request, server: ServerDep) -> Response:
 
 
 def _tokens(asked: TokenizeRequest, processor: InputProcessor) -> list[int]:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidParameterError("send either prompt or messages", param="prompt")
+    asked.check_kind()
     if asked.messages is None:
         assert asked.prompt is not None
         return processor.tokenize_prompt(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)

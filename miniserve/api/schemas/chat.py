@@ -58,6 +58,7 @@ _NAMED_FUNCTION = {
 _EFFORT_SCHEMA = {"anyOf": [{"enum": [*REASONING_EFFORTS]}, {"type": "null"}]}
 _TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [*TOOL_CHOICES]}, _NAMED_FUNCTION, {"type": "null"}]}
 
+EffortField = Annotated[str | None, WithJsonSchema(_EFFORT_SCHEMA)]
 ToolsField = Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)]  # checked by `parse_tools`
 ToolChoiceField = Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)]  # and by `parse_tool_choice`
 TEMPLATE_KWARGS_DESCRIPTION = "more variables for the chat template, such as enable_thinking"
@@ -73,7 +74,7 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     # The chat template's own checks name the part that is wrong.
     content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)] = Field(
-        None, description="text, or a list of text parts; null is empty"
+        None, description="text, or a list of text parts; of the assistant and of tools, null is empty"
     )
 
 
@@ -86,7 +87,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="none, auto, required, or the one function that must be called; default auto"
     )
     parallel_tool_calls: bool | None = Field(None, description="allow several calls in one answer; default true")
-    reasoning_effort: Annotated[str | None, WithJsonSchema(_EFFORT_SCHEMA)] = Field(
+    reasoning_effort: EffortField = Field(
         None, description="for the chat template, if it knows efforts; none asks for an answer without reasoning"
     )
     include_reasoning: bool | None = Field(
@@ -149,7 +150,7 @@ class ChatCompletionRequest(SamplingFields):
 
     def sent_name(self, param: str | None) -> str | None:
         """The field that was sent, for what the engine knows by one name only."""
-        return self.output_limit_name if param == "max_tokens" else super().sent_name(param)
+        return self.output_limit_name if param == "max_tokens" else param
 
     def message_dicts(self) -> list[dict[str, Any]]:
         """The messages as they were sent."""

@@ -125,8 +125,12 @@ _RESPONSE_FORMAT_SCHEMA = {
                 "type": {"const": "json_schema"},
                 "json_schema": {
                     "type": "object",
-                    "properties": {"name": {"type": "string"}, "schema": _JSON_SCHEMA},
-                    "required": ["schema"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                        "schema": _JSON_SCHEMA,
+                        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    },
+                    "required": ["name", "schema"],
                 },
             },
             "required": ["type", "json_schema"],
@@ -207,14 +211,17 @@ class SamplingFields(RequestModel):
     structured_outputs: Annotated[Any, WithJsonSchema(_STRUCTURED_OUTPUTS_SCHEMA)] = Field(
         None,
         description="exactly one of json (a schema), regex, choice (a list of answers), grammar (in llguidance's Lark) "
-        "and json_object (true); not beside response_format",
+        "and json_object (true); not beside response_format, nor a tool_choice that demands calls",
     )
     prompt_logprobs: LogprobCount | None = Field(
         None, description="report each prompt token's logprob, and of so many most probable ones; not with stream"
     )
     return_token_ids: bool | None = Field(None, description="the ids of the prompt and of the output too")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="keep only so many last tokens of the prompt; -1: as many as fit"
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="keep only so many last tokens of the prompt; -1: as many as leave room for the answer",
     )
     cache_salt: str | None = Field(
         None,
@@ -258,12 +265,6 @@ class SamplingFields(RequestModel):
                 param="structured_outputs",
             )
         return extension if asked is None else asked
-
-    def sent_name(self, param: str | None) -> str | None:
-        """The field that was sent, for what the engine knows by one name only."""
-        if param is None or not param.startswith("structured_outputs"):
-            return param
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def options(self) -> RequestOptions:

@@ -16,10 +16,17 @@ from miniserve.errors import UnsupportedParameterError
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is refused, unless it is null or has one of the `harmless` values."""
+    """A field that is refused, unless it is null or has one of the `harmless` values.
+
+    Attributes:
+        name: as it is sent.
+        harmless: values that ask for nothing.
+        endpoint: the one that has such a field; empty if none has.
+    """
 
     name: str
     harmless: tuple[Any, ...] = ()
+    endpoint: str = ""
 
     def allows(self, value: Any) -> bool:
         """Whether the value asks for nothing. JSON's true is not 1."""
@@ -27,6 +34,7 @@ class Refused:
         return value is None or value in same_kind
 
 
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OFF = (False,)
 _EMPTY_LIST: tuple[Any, ...] = ([],)
 _EMPTY_OBJECT: tuple[Any, ...] = ({},)
@@ -53,6 +61,9 @@ _CHAT_PROMPT = (
 )
 CHAT_REFUSED = (
     *_CHAT_PROMPT,
+    Refused("prompt", endpoint=_COMPLETIONS),
+    Refused("suffix", ("",)),
+    Refused("best_of", (1,), _COMPLETIONS),
     Refused("functions", _EMPTY_LIST),
     Refused("function_call", ("none", "auto")),
     Refused("audio"),
@@ -62,8 +73,24 @@ CHAT_REFUSED = (
     Refused("echo", _OFF),
     *_ANY_TEXT,
 )
-COMPLETIONS_REFUSED = (Refused("suffix", ("",)), Refused("prompt_embeds"), *_ANY_TEXT)
-TOKENIZE_REFUSED = (*_CHAT_PROMPT, Refused("truncate_prompt_tokens"))
+COMPLETIONS_REFUSED = (
+    Refused("suffix", ("",)),
+    Refused("prompt_embeds"),
+    Refused("messages", endpoint=_CHAT),
+    Refused("tools", _EMPTY_LIST, _CHAT),
+    Refused("tool_choice", ("none", "auto"), _CHAT),
+    Refused("functions", _EMPTY_LIST),
+    Refused("function_call", ("none", "auto")),
+    Refused("reasoning_effort", endpoint=_CHAT),
+    Refused("include_reasoning", (True,), _CHAT),
+    Refused("chat_template_kwargs", _EMPTY_OBJECT, _CHAT),
+    Refused("continue_final_message", _OFF, _CHAT),
+    Refused("add_generation_prompt", _OFF, _CHAT),
+    Refused("max_completion_tokens", endpoint=_CHAT),
+    Refused("top_logprobs", (0,), _CHAT),
+    *_ANY_TEXT,
+)
+TOKENIZE_REFUSED = (*_CHAT_PROMPT, Refused("functions", _EMPTY_LIST), Refused("truncate_prompt_tokens"))
 DETOKENIZE_REFUSED: tuple[Refused, ...] = ()
 
 IGNORED = (
@@ -86,9 +113,8 @@ def check_refused(fields: Mapping[str, Any], refused: tuple[Refused, ...]) -> No
     """
     for rule in refused:
         if rule.name in fields and not rule.allows(fields[rule.name]):
-            raise UnsupportedParameterError(
-                f"{rule.name} is not implemented; leave it out" + _allowed(rule), param=rule.name
-            )
+            what = f"a field of {rule.endpoint} only" if rule.endpoint else "not implemented"
+            raise UnsupportedParameterError(f"{rule.name} is {what}; leave it out" + _allowed(rule), param=rule.name)
 
 
 def _allowed(rule: Refused) -> str:

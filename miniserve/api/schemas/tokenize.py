@@ -11,12 +11,20 @@ from miniserve.api.schemas.chat import (
     TEMPLATE_KWARGS_DESCRIPTION,
     TOOLS_DESCRIPTION,
     ChatMessage,
+    EffortField,
+    ToolChoiceField,
     ToolsField,
     wants_generation_prompt,
 )
 from miniserve.api.schemas.common import MODEL_DESCRIPTION, RequestModel, ResponseModel
-from miniserve.engine.openai_fields import parse_tools
+from miniserve.engine.openai_fields import parse_tool_choice, parse_tools
 from miniserve.engine.options import ChatOptions
+from miniserve.errors import InvalidParameterError
+
+_OF_CONVERSATIONS = (
+    *("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 
 
 class TokenizeRequest(RequestModel):
@@ -37,17 +45,32 @@ class TokenizeRequest(RequestModel):
     )
     continue_final_message: bool | None = Field(None, description=CONTINUE_DESCRIPTION)
     tools: ToolsField = Field(None, description=TOOLS_DESCRIPTION)
+    tool_choice: ToolChoiceField = Field(None, description="with none, the model is not told of the tools")
+    reasoning_effort: EffortField = Field(None, description="for the chat template, if it knows efforts")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_KWARGS_DESCRIPTION)
     return_token_strs: bool | None = Field(None, description="the tokens as text too")
+
+    def check_kind(self) -> None:
+        """Raises InvalidParameterError unless it is either a text or a conversation, with fields of that kind only."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidParameterError("send either prompt or messages", param="prompt")
+        for name in _OF_CONVERSATIONS if self.messages is None else ():
+            if getattr(self, name):
+                raise InvalidParameterError(f"{name} goes with messages, not with prompt; leave it out", param=name)
 
     def chat_options(self) -> ChatOptions:
         """How the conversation becomes a prompt.
 
         Raises:
-            InvalidParameterError: the tools have no known shape, or what is asked for excludes each other.
+            InvalidParameterError, UnsupportedParameterError: the tools or the choice among them have no known shape,
+                or what is asked for excludes each other.
         """
+        tool_choice, tool_name = parse_tool_choice(self.tool_choice)
         return ChatOptions(
             tools=parse_tools(self.tools),
+            tool_choice=tool_choice,
+            tool_name=tool_name,
+            reasoning_effort=self.reasoning_effort,
             add_generation_prompt=wants_generation_prompt(self.add_generation_prompt, self.continue_final_message),
             continue_final_message=self.continue_final_message or False,
             template_kwargs=self.chat_template_kwargs or {},

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miniserve.errors import InvalidParameterError, shown
+from miniserve.errors import InvalidParameterError
+from miniserve.text.json_schema import check_schema, shown_json
 
 Message = Mapping[str, Any]
 
 MAX_TOOLS = 128
-MAX_SCHEMA_DEPTH = 100  # what walks through a schema may recurse
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -42,21 +42,23 @@ class Tool:
             InvalidParameterError: it is malformed.
         """
         if not isinstance(tool, Mapping):
-            raise _error(f"{where} must be an object with a type and a function, got {shown(tool)}")
+            raise _error(f"{where} must be an object with a type and a function, got {shown_json(tool)}")
         if tool.get("type") != "function":
-            raise _error(f"{where}.type must be 'function', got {shown(tool.get('type'))}")
+            raise _error(f"{where}.type must be 'function', got {shown_json(tool.get('type'))}")
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise _error(f"{where}.function must be an object with a name, got {shown(function)}")
+            raise _error(f"{where}.function must be an object with a name, got {shown_json(function)}")
         where = f"{where}.function"
         name, description, strict = function.get("name"), function.get("description"), function.get("strict")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise _error(f"{where}.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.', '-', got {shown(name)}")
+            raise _error(f"{where}.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.', '-', got {shown_json(name)}")
         if description is not None and not isinstance(description, str):
-            raise _error(f"{where}.description must be a string, got {shown(description)}")
+            raise _error(f"{where}.description must be a string, got {shown_json(description)}")
         if strict is not None and not isinstance(strict, bool):
-            raise _error(f"{where}.strict must be true or false, got {shown(strict)}")
-        return cls(name, description, _parameters(function.get("parameters"), where), bool(strict))
+            raise _error(f"{where}.strict must be true or false, got {shown_json(strict)}")
+        return cls(
+            name, description, _parameters(function.get("parameters"), f"{where}.parameters", name), bool(strict)
+        )
 
     def to_openai(self) -> dict[str, Any]:
         """As chat templates take it: what the request said, without `strict`, which no model knows."""
@@ -85,35 +87,19 @@ def read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
     return tuple(result.values())
 
 
-def _parameters(value: Any, where: str) -> Mapping[str, Any]:
+def _parameters(value: Any, param: str, name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
+    where = f"{param} of {name!r}"
     if not isinstance(value, Mapping):
-        raise _error(f"{where}.parameters must be a JSON schema, got {shown(value)}")
-    if value and value.get("type", "object") != "object":
-        raise _error(f"{where}.parameters must be a schema of type 'object', got {shown(value['type'])}")
-    check_depth(value, f"{where}.parameters", "tools")
+        raise InvalidParameterError(f"{where} must be a JSON schema, got {shown_json(value)}", param=param)
+    check_schema(value, where, param)
+    if value.get("type", "object") != "object":
+        raise InvalidParameterError(
+            f'{where} must have the type "object", for arguments are always one; got {shown_json(value["type"])}',
+            param=param,
+        )
     return value
-
-
-def check_depth(schema: Any, where: str, param: str) -> None:
-    """Refuse a schema that nests deeper than any honest one.
-
-    Raises:
-        InvalidParameterError: of `param`, whose part `where` it is.
-    """
-    level = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise InvalidParameterError(f"{where} nests more than {MAX_SCHEMA_DEPTH} deep; make it flatter", param=param)
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _error(message: str) -> InvalidParameterError:
@@ -156,3 +142,22 @@ class ToolParser(ABC):
     @abstractmethod
     def flush(self) -> list[Delta]:
         """End the text; returns what was held back."""
+
+
+class CallsOnly(ToolParser):
+    """Of an answer that had to be calls, the calls alone: any text is the beginning of one that was cut off."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[Delta]:
+        """As `ToolParser.push`."""
+        return _without_text(self._parser.push(text))
+
+    def flush(self) -> list[Delta]:
+        """As `ToolParser.flush`."""
+        return _without_text(self._parser.flush())
+
+
+def _without_text(deltas: list[Delta]) -> list[Delta]:
+    return [delta for delta in deltas if not isinstance(delta, TextDelta)]

@@ -15,11 +15,13 @@ from typing import Any
 
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
-from miniserve.text.parsers.base import Tool, check_depth
+from miniserve.text.json_schema import check_depth
+from miniserve.text.parsers.base import Tool
 
 MAX_CALLS = 16  # in one answer, where the request names no limit
 # One blank, or a line break with indentation: a small model writes white space for ever where any of it is allowed.
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}"}
+# Escapes such as \u00e9 are JSON like any.
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}", "json_allow_general_unicode_escapes": True}
 _WORDS = ("title", "description", "$comment")
 _ANY_TEXT = "/(?s:.*)/"
 
@@ -144,7 +146,7 @@ def _answer(answer: StructuredOutput) -> str:
             choices = _read(answer)
             if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
                 raise InvalidParameterError(
-                    "structured_outputs.choice must be a list of strings, at least one", param="structured_outputs"
+                    f"{answer.name} must be a list of strings, at least one", param=answer.param
                 )
             # As one terminal: as alternatives of a rule, thousands would be too many.
             return f"CHOICE\nCHOICE: {' | '.join(map(literal, choices))}"
@@ -158,10 +160,8 @@ def _read(answer: StructuredOutput) -> Any:
     try:
         value = json.loads(answer.source)
     except (ValueError, RecursionError) as error:
-        raise InvalidParameterError(
-            f"structured_outputs.{answer.kind} is not valid JSON: {error}", param="structured_outputs"
-        ) from error
-    check_depth(value, f"structured_outputs.{answer.kind}", "structured_outputs")
+        raise InvalidParameterError(f"{answer.name} is not valid JSON: {error}", param=answer.param) from error
+    check_depth(value, answer.name, answer.param)
     return value
 
 

@@ -106,11 +106,21 @@ class _QwenCoderParser(CallParser):
             value = '"'
         else:
             parts: list[str] = []
+            if types is not None and "string" not in types and (yield from self._reader.peek()) in ("{", "["):
+                yield from self._json(parts)
             end = yield from self._reader.take_until(ends, parts.append)
             value = beginning + xml_values.as_json("".join(parts), types)
         if not end:
             raise Malformed
         self._argue(value)
+
+    def _json(self, parts: list[str]) -> Wait[None]:
+        """A value whose strings may have the end tag in them. What turns out to be no JSON goes on as text."""
+        try:
+            yield from self._reader.take_json(parts.append)
+        except Malformed:
+            if PARAMETER_END in "".join(parts):  # as text it would have ended there
+                raise
 
 
 def _quoted(text: str) -> str:

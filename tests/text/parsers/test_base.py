@@ -37,17 +37,15 @@ def test_templates_get_what_was_sent() -> None:
     ("tool", "words"),
     [
         ("get_weather", "tools[1] must be an object"),
-        ({"type": "retrieval"}, "tools[1].type must be 'function', got 'retrieval'"),
+        ({"type": "retrieval"}, "tools[1].type must be 'function', got \"retrieval\""),
         ({"type": "function"}, "tools[1].function must be an object"),
         (entry(name=""), "tools[1].function.name must be 1 to 64"),
-        (entry(name="a b"), "got 'a b'"),
+        (entry(name="a b"), 'got "a b"'),
         (entry(name="a" * 65), "tools[1].function.name"),
         (entry(name="f\n"), "tools[1].function.name"),
-        (entry(name=None), "got None"),
+        (entry(name=None), "got null"),
         (entry(description=1), "tools[1].function.description must be a string"),
         (entry(strict="yes"), "tools[1].function.strict must be true or false"),
-        (entry(parameters=[]), "tools[1].function.parameters must be a JSON schema"),
-        (entry(parameters={"type": "array"}), "of type 'object', got 'array'"),
         (entry(name="first"), "tools[1].function.name is 'first' again"),
     ],
 )
@@ -56,6 +54,26 @@ def test_a_malformed_tool_is_named(tool: Any, words: str) -> None:
         read_tools([entry(name="first"), tool])
     assert words in str(caught.value)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ([], "must be a JSON schema, got []"),
+        ({"type": "array"}, 'must have the type "object", for arguments are always one; got "array"'),
+        ({"type": ["object", "null"]}, 'got ["object", "null"]'),
+        ({"type": []}, "type must be one of string, number"),
+        ({"properties": []}, "properties must be an object of schemas, got []"),
+        ({"properties": {"a": 5}}, "properties.a must be an object or a boolean, got 5"),
+        ({"required": "a"}, 'required must be a list of strings, got "a"'),
+    ],
+)
+def test_a_malformed_schema_is_named_with_its_tool(parameters: Any, words: str) -> None:
+    """Bug: with tool_choice auto these were accepted, and failed only when a call was demanded."""
+    with pytest.raises(InvalidParameterError) as caught:
+        read_tools([entry(), {"type": "function", "function": {"name": "wrong", "parameters": parameters}}])
+    assert str(caught.value).startswith("tools[1].function.parameters of 'wrong' ") and words in str(caught.value)
+    assert caught.value.param == "tools[1].function.parameters"
 
 
 def test_too_many_tools_are_refused() -> None:
@@ -71,7 +89,9 @@ def test_a_schema_of_no_end_is_refused(depth: int, refused: bool) -> None:
     for _ in range(depth):
         schema = {"not": schema}
     if refused:
-        with pytest.raises(InvalidParameterError, match=r"tools\[0\].function.parameters nests more than 100 deep"):
+        with pytest.raises(
+            InvalidParameterError, match=r"function.parameters of 'get_weather' nests more than 100 deep"
+        ):
             read_tools([entry(parameters=schema)])
     else:
         assert read_tools([entry(parameters=schema)])[0].parameters == schema

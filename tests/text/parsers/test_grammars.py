@@ -227,6 +227,13 @@ def test_white_space_in_arguments_is_bounded(embedded: Vocabulary) -> None:
     assert not embedded.accepts(grammar, f'{before}{{"a":{" " * 60}1}}{after}')
 
 
+def test_escapes_in_arguments_are_json(embedded: Vocabulary) -> None:
+    grammar = HermesFormat().grammar(TOOLS, required=True)
+    before, after = FRAMES[FORMATS[0]]
+    assert embedded.accepts(grammar, before + r'{"a\u00e9": "\u00e9 \ud83d\ude00"}' + after)
+    assert not embedded.accepts(grammar, before + r'{"a": "\ud83d"}' + after)
+
+
 def test_descriptions_are_left_out_and_no_more(embedded: Vocabulary) -> None:
     """A property may be named so, and a value may look so."""
     properties = {"title": {"type": "string", "title": "T"}, "description": {"enum": [{"title": "T"}, 1]}}
@@ -267,6 +274,7 @@ def qwen_coder_values(schema: dict[str, Any], *, strict: bool = False) -> str:
         ({"type": "number", "maximum": 5}, "4.5", "6"),
         ({"type": ["boolean", "null"]}, "null", "None"),
         ({}, '{"a": [1]}', "</parameter>"),
+        ({"type": "array"}, '["</parameter>"]', '["</parameter>'),
     ],
 )
 def test_xml_values_keep_to_their_schema(schema: dict[str, Any], good: str, bad: str, embedded: Vocabulary) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniserve.text.parsers.base import Tool
+from miniserve.text.parsers.base import CallsOnly, Tool
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.llama3 import Llama3Format
@@ -125,6 +125,22 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (QWEN, "<function=unknown>\n</function>", "<function=unknown>\n</function>", []),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab", "", [("f", '{"text": "ab')]),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=count>\n12", "", [("f", "")]),
+    # JSON with an end tag in a string: it cut the value there.
+    (
+        QWEN,
+        '<tool_call>\n<function=f>\n<parameter=list>\n["</parameter>", "a\\n</function>"]\n</parameter>\n'
+        "<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>ok",
+        "ok",
+        [("f", '{"list": ["</parameter>", "a\\n</function>"], "text": "x"}')],
+    ),
+    (
+        QWEN,
+        '<function=f><parameter=list>[1] and ["</parameter><parameter=count>{"a": }</parameter></function>ok',
+        "ok",
+        [("f", '{"list": "[1] and [\\"", "count": "{\\"a\\": }"}')],
+    ),
+    (QWEN, '<function=f><parameter=list>["</parameter>\n</function></tool_call>ok', "ok", [("f", "")]),
+    (QWEN, '<function=f><parameter=list>["</parameter>', "", [("f", "")]),
     (QWEN, "<tool_call>\n<func", "<tool_call>\n<func", []),
     (QWEN, "<tool_call><function=g>\nwhat?</function></tool_call>ok", "ok", [("g", "")]),
     (QWEN, "<tool_call><function=g><parameter=x>NaN</parameter></function></tool_call>", "", [("g", '{"x": "NaN"}')]),
@@ -207,6 +223,29 @@ def test_calls_beyond_the_limit_are_dropped(tool_format: ToolFormat, text: str) 
     limited = read(tool_format, [text], TOOLS, max_calls=1)
     assert (limited.text, [name for name, _ in limited.calls]) == ("end", ["f"])
     assert json.loads(limited.calls[0][1]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (HERMES, ONE + "\n" + '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'),
+        (QWEN, "<tool_call>\n<function=f>\n<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>\n" * 2),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
+    ],
+)
+def test_an_answer_of_calls_only_has_no_text_wherever_it_is_cut(tool_format: ToolFormat, text: str) -> None:
+    """Bug: a call that was cut before its name was known was shown as text, tag and all."""
+    assert len(read(tool_format, [text], TOOLS).calls) == 2
+    for end in range(len(text)):
+        expected = read(tool_format, [text[:end]], TOOLS).calls
+        for pushes in ([text[:end]], list(text[:end])):
+            parser, answer = CallsOnly(tool_format.parser(TOOLS)), Answer()
+            for delta in [delta for piece in pushes for delta in parser.push(piece)] + parser.flush():
+                answer.add(delta)
+            assert answer == Answer("", expected)
 
 
 def test_what_is_certain_is_shown_at_once() -> None:

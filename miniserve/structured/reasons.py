@@ -1,0 +1,66 @@
+"""Why a grammar is refused, in words for who sent it: llguidance speaks of its own options, limits and spelling.
+
+What is not known here is passed on as it is: its first line, cut.
+"""
+
+from __future__ import annotations
+
+import re
+
+_MAX_LENGTH = 300
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_TOO_LARGE = "it takes too much to compile: shorten its lists, lengths and patterns, or make it several requests"
+_REASONS = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (
+            r"oneOf constraints are not supported",
+            "oneOf is supported only where no value can fit two of its schemas; use anyOf",
+        ),
+        (r'Unimplemented keys: \["([^]]*)"\]', r"'\1' is not supported; leave it out"),
+        (r"Unknown format: (.*)", r"the format '\1' is not known; leave it out, or use a pattern"),
+        (r"Invalid type: (.*)", r"'\1' is no type of JSON Schema"),
+        (r"invalid multiple of", "multipleOf must be a number greater than 0"),
+        (r"Unsatisfiable schema: (.*)", r"no value is valid against it: \1"),
+        (r"Pointer '(.*)' does not exist", r"it refers to '#\1', which is not there"),
+        (
+            r"Resource '(?:json-schema:///)?(.*)' is not present",
+            r"it refers to '\1', which is not part of it: put that into $defs",
+        ),
+        (r"look-around, including", "look-ahead and look-behind are not supported in regular expressions"),
+        (r"lookarounds not supported yet", r"\\b and \\B, borders of words, are not supported in regular expressions"),
+        (
+            r"[Cc]ircular references",
+            "a $ref that leads back to itself is not supported beside other keywords",
+        ),
+        (
+            r"[Tt]oo many items",
+            "too much may come next at one place: offer fewer alternatives there, or fewer properties that may be left "
+            "out",
+        ),
+        (r"too (big|large)|fuel exhausted|lexer_fuel|check fuel|too many (expressions|states)", _TOO_LARGE),
+    )
+)
+
+
+def in_words(message: str, *, shows_place: bool = False) -> str:
+    """What llguidance's message says of a grammar.
+
+    Args:
+        message: may have the whole grammar in it, up to the fault.
+        shows_place: say where in the text of the grammar it is, which is the user's own.
+    """
+    message = message.removesuffix("<non-verbose/>").strip()
+    place = _PLACE.match(message)
+    causes = [line.removeprefix("error: ") for line in message.splitlines() if line.startswith("error: ")]
+    reason = message.partition("\n")[0].removeprefix(place[0] if place else "")
+    if causes:
+        reason = f"a regular expression is malformed: {causes[-1]}"
+    reason = reason.rpartition("failed to compile JSON schema: ")[2]
+    for pattern, words in _REASONS:
+        if match := pattern.search(reason):
+            reason = match.expand(words).replace('", "', "', '")
+            break
+    if shows_place and place is not None:
+        reason = f"line {place[1]}, column {place[2]}: {reason}"
+    return reason if len(reason) <= _MAX_LENGTH else reason[:_MAX_LENGTH] + "..."
