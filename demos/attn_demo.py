@@ -1,8 +1,8 @@
 """`attn-demo`: attention over a paged cache, drawn small, then the backends compared on the same steps.
 
 Owns the toy steps and their drawing. Metadata, masks and backends are the server's own; the `torch` backend is the
-oracle, and this file knows of the others only what `select_backend` says. There is no model: queries, keys and values
-are random numbers, and one layer stands for all.
+oracle, and this file knows of the others only what `select_backend` says: each fills a cache of its own, in whatever
+layout. There is no model: queries, keys and values are random numbers, and one layer stands for all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from rich.text import Text
 from torch import Tensor
 
 from miniserve import platform
-from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.attention.base import AttentionBackend, LayerKVCache
 from miniserve.attention.batch import AttnMetadata, causal_mask
+from miniserve.attention.native import cannot_serve
 from miniserve.attention.select import select_backend
-from miniserve.config import ATTENTION_BACKENDS
+from miniserve.config import ATTENTION_BACKENDS, NATIVE_BLOCK_SIZE
 from miniserve.core.schedule import ScheduledRequest
+from miniserve.kernels.load import load_kernels
+from miniserve.kernels.native import NativeKernels
 from miniserve.runner.input_builder import build_input
 from miniserve.sampling_params import SamplingParams
 
@@ -52,17 +55,32 @@ DECODE_STEP = tuple(Part(f"request {index}", 60 + 20 * index, 1) for index in ra
 
 
 @dataclass(frozen=True, slots=True)
-class ToyStep:
-    """The tensors of one step in one layer, with a cache that holds the tokens computed before."""
+class LayerInput:
+    """What one layer gets in one step."""
 
     metadata: AttnMetadata
     query: Tensor  # [num_tokens, num_heads, head_dim]
     key_value: Tensor  # [num_tokens, 2 x num_kv_heads, head_dim]
-    cache: LayerKVCache
 
-    def attend(self, plan: AttentionPlan) -> Tensor:
+    def attend(self, backend: AttentionBackend, cache: LayerKVCache) -> Tensor:
         """What the backend says, [num_tokens, num_heads, head_dim]. It writes the same KV to the cache each time."""
-        return plan(self.query, self.key_value, self.cache)
+        return backend.plan(self.metadata)(self.query, self.key_value, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class ToyStep:
+    """The step that is looked at, and one before it, which computed what it finds in the cache."""
+
+    before: LayerInput
+    now: LayerInput
+    num_blocks: int
+
+    def cache_of(self, backend: AttentionBackend) -> LayerKVCache:
+        """A cache of the backend's own, after the step before."""
+        shape = backend.cache_shape(self.num_blocks, self.now.metadata.block_size, NUM_KV_HEADS, HEAD_DIM)
+        cache = LayerKVCache(torch.zeros(shape, device=self.now.query.device))
+        self.before.attend(backend, cache)
+        return cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +100,12 @@ def run(*, console: Console | None = None, num_runs: int = NUM_RUNS) -> None:
     device = torch.device(platform.detect().devices[0])
     generator = torch.Generator().manual_seed(0)
     small = make_step(SMALL_STEP, block_size=4, device=device, generator=generator)
-    _show_slots(console, SMALL_STEP, small.metadata)
+    _show_slots(console, SMALL_STEP, small.now.metadata)
     _show_mask(console, SMALL_STEP[-1])
-    mixed = make_step(MIXED_STEP, block_size=16, device=device, generator=generator)
-    decode = make_step(DECODE_STEP, block_size=16, device=device, generator=generator)
+    mixed = make_step(MIXED_STEP, block_size=NATIVE_BLOCK_SIZE, device=device, generator=generator)
+    decode = make_step(DECODE_STEP, block_size=NATIVE_BLOCK_SIZE, device=device, generator=generator)
     _show_comparison(console, device, num_runs, {"mixed": mixed, "decode": decode})
-    _show_costs(console, {"mixed": mixed.metadata, "decode": decode.metadata})
+    _show_costs(console, {"mixed": mixed.now.metadata, "decode": decode.now.metadata})
 
 
 # The steps
@@ -98,27 +116,25 @@ def make_step(parts: Sequence[Part], *, block_size: int, device: torch.device, g
     num_blocks = [-(-(part.num_cached + part.num_new) // block_size) for part in parts]
     pool_size = sum(num_blocks) + 1  # block 0 is never handed out
     shuffled = iter((torch.randperm(pool_size - 1, generator=generator) + 1).tolist())
-    scheduled = [_schedule(part, list(islice(shuffled, count))) for part, count in zip(parts, num_blocks, strict=True)]
-    metadata = build_input(scheduled, block_size, device).metadata
+    block_ids = [list(islice(shuffled, count)) for count in num_blocks]
+    placed = list(zip(parts, block_ids, strict=True))
+    before = [_schedule(part.name, 0, part.num_cached, blocks) for part, blocks in placed if part.num_cached]
+    now = [_schedule(part.name, part.num_cached, part.num_cached + part.num_new, blocks) for part, blocks in placed]
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+    def layer_input(scheduled: Sequence[ScheduledRequest]) -> LayerInput:
+        metadata = build_input(scheduled, block_size, device).metadata
+        heads = torch.randn(len(metadata.slot_mapping), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator)
+        query, key_value = heads.to(device).split_with_sizes((NUM_HEADS, 2 * NUM_KV_HEADS), dim=1)
+        return LayerInput(metadata, query, key_value)
 
-    num_tokens = metadata.slot_mapping.shape[0]
-    return ToyStep(
-        metadata=metadata,
-        query=random(num_tokens, NUM_HEADS, HEAD_DIM),
-        key_value=random(num_tokens, 2 * NUM_KV_HEADS, HEAD_DIM),
-        cache=LayerKVCache(random(pool_size, block_size, 2 * NUM_KV_HEADS, HEAD_DIM)),
-    )
+    return ToyStep(layer_input(before), layer_input(now), pool_size)
 
 
-def _schedule(part: Part, block_ids: list[int]) -> ScheduledRequest:
-    end = part.num_cached + part.num_new
+def _schedule(name: str, start: int, end: int, block_ids: list[int]) -> ScheduledRequest:
     return ScheduledRequest(
-        request_id=part.name,
+        request_id=name,
         token_ids=[0] * end,
-        start=part.num_cached,
+        start=start,
         end=end,
         block_ids=block_ids,
         num_prompt_tokens=end,
@@ -172,30 +188,35 @@ def _show_mask(console: Console, part: Part) -> None:
 # The backends
 
 
-def compare(step: ToyStep, device: torch.device, num_runs: int) -> list[Result]:
+def compare(step: ToyStep, device: torch.device, kernels: NativeKernels | None, num_runs: int) -> list[Result]:
     """All backends on one step, the oracle first."""
     names = [ORACLE, *(name for name in ATTENTION_BACKENDS if name not in ("auto", ORACLE))]
+    no_kernels = "there are no native kernels" if kernels is None else None
+    no_native = no_kernels or cannot_serve(step.now.metadata.block_size, HEAD_DIM)
     results: list[Result] = []
     expected: Tensor | None = None
     for name in names:
-        choice = select_backend(name, device.type)
+        choice = select_backend(name, device.type, no_native=no_native)
         if choice.reason is not None:
             results.append(Result(name, skipped=choice.reason))
             continue
-        plan = choice.backend(HEAD_DIM**-0.5, step.query.dtype).plan(step.metadata)
-        output = step.attend(plan)
+        backend = choice.backend(HEAD_DIM**-0.5, step.now.query.dtype, kernels)
+        cache = step.cache_of(backend)
+        output = step.now.attend(backend, cache)
         expected = output if expected is None else expected
         difference = (output - expected).abs().max().item()
-        results.append(Result(name, difference, _median_seconds(step, plan, device, num_runs)))
+        results.append(Result(name, difference, _median_seconds(step.now, backend, cache, num_runs)))
     return results
 
 
-def _median_seconds(step: ToyStep, plan: AttentionPlan, device: torch.device, num_runs: int) -> float:
+def _median_seconds(layer_input: LayerInput, backend: AttentionBackend, cache: LayerKVCache, num_runs: int) -> float:
+    """Of one layer: the plan is made once a step, for all layers."""
+    plan = backend.plan(layer_input.metadata)
     seconds: list[float] = []
     while len(seconds) < num_runs and sum(seconds) < MAX_SECONDS:
         start = perf_counter()
-        step.attend(plan)
-        if device.type != "cpu":
+        plan(layer_input.query, layer_input.key_value, cache)
+        if layer_input.query.device.type != "cpu":
             torch.accelerator.synchronize()  # a call returns before the device is done
         seconds.append(perf_counter() - start)
     return median(seconds)
@@ -203,10 +224,11 @@ def _median_seconds(step: ToyStep, plan: AttentionPlan, device: torch.device, nu
 
 def _show_comparison(console: Console, device: torch.device, num_runs: int, steps: dict[str, ToyStep]) -> None:
     _heading(console, "3. The backends, side by side")
+    kernels = _kernels(console, device)
     table = _table("step", "backend", "largest difference", "one layer", "speed")
     skipped: dict[str, str] = {}
     for name, step in steps.items():
-        results = compare(step, device, num_runs)
+        results = compare(step, device, kernels, num_runs)
         for result in results:
             if result.skipped is not None:
                 skipped[result.name] = result.skipped
@@ -221,11 +243,21 @@ def _show_comparison(console: Console, device: torch.device, num_runs: int, step
         console.print(Text(f"Skipped: {reason}.", style="yellow"))
     _say(
         console,
-        f"Each backend got the same metadata and tensors (fp32, on {device.type}); the time is the median of up to "
-        f"{num_runs} runs. The torch backend loops over the requests and follows the formula word by word: slow, and "
-        "easy to trust. The others are there for speed. Their answers differ by rounding alone, since they add the "
-        "same numbers in another order.",
+        f"Each backend got the same metadata and tensors (fp32, on {device.type}), and a cache of its own, which it "
+        f"filled in a step before; the time is the median of up to {num_runs} runs. The torch backend loops "
+        "over the requests and follows the formula word by word: slow, and easy to trust. The others are there for "
+        "speed. Their answers differ by rounding alone, since they add the same numbers in another order.",
     )
+
+
+def _kernels(console: Console, device: torch.device) -> NativeKernels | None:
+    """The compiled kernels, where they serve the device; why there are none is printed."""
+    if device.type != "cpu":
+        return None
+    choice = load_kernels("auto", platform.detect().instruction_sets, progress=console.print)
+    if choice.reason is not None:
+        console.print(Text(choice.reason, style="yellow"))
+    return choice.kernels
 
 
 # What a step costs

@@ -91,6 +91,11 @@ def _parser() -> Parser:
     _add_config_flags(bench, "engine", EngineConfig)
     bench.set_defaults(command=_bench)
 
+    build_kernels = commands.add_parser(
+        "build-kernels", help="compile the native kernels for this machine ahead of time"
+    )
+    build_kernels.set_defaults(command=_build_kernels)
+
     attn_demo = commands.add_parser("attn-demo", help="watch the attention backends agree on a toy cache")
     attn_demo.set_defaults(command=_attn_demo)
     kv_demo = commands.add_parser("kv-demo", help="watch the KV cache manager hand out, share and evict blocks")
@@ -331,9 +336,9 @@ def _load(config: EngineConfig) -> LLM:
     from miniserve.engine.llm import LLM
 
     with _progress_bar("loading") as progress:
-        parts = build_engine(config, progress=progress)
+        parts = build_engine(config, progress=progress, on_build=_say)
     for line in parts.summary:
-        print(f"[miniserve] {line}", file=sys.stderr)
+        _say(line)
     return LLM.from_parts(parts)
 
 
@@ -373,7 +378,7 @@ def _serve(args: argparse.Namespace) -> int:
         from miniserve.engine.build import build_engine
 
         with _progress_bar("loading") as progress:
-            return build_engine(config, progress=progress, hooks=hooks)
+            return build_engine(config, progress=progress, on_build=_say, hooks=hooks)
 
     names = _model_names(server, config)
     engine = AsyncEngine(build, model_name=names[0], max_queued_requests=server.max_queued_requests)
@@ -390,7 +395,23 @@ def _model_names(server: ServerConfig, config: EngineConfig) -> tuple[str, ...]:
 def _announce(parts: EngineParts, name: str, url: str) -> None:
     backend = f"{parts.resolved.device}, {parts.backend_name}"
     for line in (*parts.summary, f"serving {name} on {url} ({backend})"):
-        print(f"[miniserve] {line}", file=sys.stderr, flush=True)
+        _say(line)
+
+
+def _say(line: str) -> None:
+    print(f"[miniserve] {line}", file=sys.stderr, flush=True)
+
+
+# build-kernels
+
+
+def _build_kernels(_args: argparse.Namespace) -> int:
+    from miniserve import platform
+    from miniserve.kernels.build import build
+    from miniserve.kernels.load import best_instruction_set
+
+    print(build(best_instruction_set(platform.detect().instruction_sets), progress=_say).path)
+    return 0
 
 
 # bench

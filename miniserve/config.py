@@ -19,7 +19,11 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
 DEVICES = ("auto", "mps", "cuda", "cpu")
-ATTENTION_BACKENDS = ("auto", "sdpa", "torch", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "native", "sdpa", "torch", "flash_attn")
+KERNELS = ("auto", "native", "torch")
+# What the native attention likes best; elsewhere smaller blocks share more.
+NATIVE_BLOCK_SIZE = 32
+DEFAULT_BLOCK_SIZE = 16
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("model", "none")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -107,9 +111,19 @@ class EngineConfig:
     num_kv_blocks: int | None = _flag(
         None, "exact number of KV blocks, one of them reserved; default: from the memory share", parse=int
     )
-    block_size: int = _flag(16, "tokens per KV block", parse=int)
+    block_size: int | None = _flag(
+        None,
+        f"tokens per KV block; default: {NATIVE_BLOCK_SIZE} with native kernels, else {DEFAULT_BLOCK_SIZE}",
+        parse=int,
+    )
+    kernels: str = _flag(
+        "auto",
+        "on a cpu, native compiles operators for this machine once; torch uses PyTorch's own; auto is native where "
+        "there is a compiler",
+        choices=KERNELS,
+    )
     attention_backend: str = _flag(
-        "auto", "sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
+        "auto", "native, sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
     cuda_graphs: bool = _flag(False, "replay decode steps as CUDA graphs; CUDA only")
@@ -117,8 +131,9 @@ class EngineConfig:
     threads: int | None = _flag(None, "CPU threads for computing; default: physical cores", parse=int)
 
     def __post_init__(self) -> None:
-        for name in ("generation_config", "load_format", "device", "dtype", "attention_backend", "scheduling_policy"):
+        for name in ("generation_config", "load_format", "device", "dtype", "kernels", "attention_backend"):
             _check_choice(self, name)
+        _check_choice(self, "scheduling_policy")
         _check_at_least(self, "max_model_len", 2)
         _check_at_least(self, "max_num_seqs", 1)
         _check_at_least(self, "max_num_batched_tokens", 1)
@@ -202,6 +217,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    kernels: str
     attention_backend: str
     prefix_caching: bool
     seed: int | None
@@ -226,6 +242,8 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
         )
     device = machine.devices[0] if asked.device == "auto" else asked.device
     dtype = DTYPE_ALIASES.get(asked.dtype, asked.dtype)
+    # Decided before it is known whether kernels can be compiled: any backend takes blocks of this size.
+    may_be_native = device == "cpu" and asked.kernels != "torch" and asked.attention_backend in ("auto", "native")
     notes = []
     if asked.max_model_len > model_max_len:
         notes.append(f"max_model_len is {model_max_len}, the model's own limit")
@@ -238,7 +256,8 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
         max_model_len=min(asked.max_model_len, model_max_len),
         max_num_seqs=asked.max_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
-        block_size=asked.block_size,
+        block_size=asked.block_size or (NATIVE_BLOCK_SIZE if may_be_native else DEFAULT_BLOCK_SIZE),
+        kernels=asked.kernels,
         attention_backend=asked.attention_backend,
         prefix_caching=asked.prefix_caching,
         seed=asked.seed,

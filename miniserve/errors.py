@@ -3,6 +3,7 @@
     MiniserveError                  500
     ├── StartupError                500   refused at start: one line on stderr, exit code 2
     │   ├── ConfigError                   a flag or an EngineConfig field is wrong
+    │   ├── KernelBuildError              the native kernels cannot be compiled or loaded here
     │   └── ModelLoadError                the model cannot be found, read or trusted
     │       ├── CheckpointError           a file or a tensor is missing, damaged or misshapen
     │       ├── HubError                  the model hub cannot be reached or says no
@@ -41,6 +42,10 @@ class StartupError(MiniserveError):
 
 class ConfigError(StartupError):
     """A flag or an `EngineConfig` field is wrong."""
+
+
+class KernelBuildError(StartupError):
+    """The native kernels cannot be compiled or loaded on this machine."""
 
 
 class ModelLoadError(StartupError):

@@ -23,11 +23,13 @@ class Machine:
         devices: usable device types, the preferred one first; the last is always cpu.
         physical_cores: cores this process may use, without hyper-threads.
         cpu_has_bf16: whether the CPU multiplies bf16 in hardware (AVX-512 BF16, AMX or Arm's BF16).
+        instruction_sets: those of the native kernels that the CPU and the operating system allow, the best one first.
     """
 
     devices: tuple[str, ...]
     physical_cores: int
     cpu_has_bf16: bool
+    instruction_sets: tuple[str, ...] = ("portable",)
 
     def native_dtype(self, device: str) -> str:
         """The dtype that `auto` means on `device`."""
@@ -47,7 +49,7 @@ def detect() -> Machine:
         devices.append("mps")
     if torch.cuda.is_available():
         devices.append("cuda")
-    return Machine((*devices, "cpu"), _physical_cores(), _cpu_has_bf16())
+    return Machine((*devices, "cpu"), _physical_cores(), _cpu_has_bf16(), _instruction_sets())
 
 
 def free_memory(device: str) -> int:
@@ -109,6 +111,22 @@ def _cpu_has_bf16() -> bool:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     names = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16")
     return any(bool(capabilities.get(name)) for name in names) or torch.cpu._is_avx512_bf16_supported()
+
+
+def _instruction_sets() -> tuple[str, ...]:
+    """Which of amx, avx512, avx2 this process may use; portable always. Asks the system for the use of AMX."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+    def has(*names: str) -> bool:
+        return all(capabilities.get(name) for name in names)
+
+    avx2 = has("avx2", "fma3", "f16c")
+    avx512 = avx2 and has("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
+    amx = avx512 and has("amx_tile", "amx_bf16", "amx_int8") and torch.cpu._init_amx()
+    there = (("amx", amx), ("avx512", avx512), ("avx2", avx2), ("portable", True))
+    return tuple(name for name, is_there in there if is_there)
 
 
 def _reclaimable_file_cache() -> int:

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from miniserve.kernels.native import NativeKernels
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also by servers that tests start
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> NativeKernels:
+    """The compiled kernels that serve on this machine; compiled by whoever asks first, then in the user's cache."""
+    from miniserve import platform
+    from miniserve.kernels.load import load
+
+    return load(platform.detect().instruction_sets[0], progress=lambda _line: None)

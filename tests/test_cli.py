@@ -99,6 +99,7 @@ BAD_ENGINE_FLAGS = {
     "gpu_memory_utilization": ["0", "1.5", "-0.5", "nan", "half"],
     "num_kv_blocks": ["1", "x"],
     "block_size": ["0", "16.0"],
+    "kernels": ["fast", ""],
     "attention_backend": ["flash"],
     "prefix_caching": [],
     "cuda_graphs": [],
@@ -273,17 +274,30 @@ def test_the_settled_choices_are_printed(generate: Run) -> None:
     result = generate(
         *("-p", "hi", "--max-model-len", "8k", "--num-kv-blocks", "9", "--block-size", "8"),
         *("--attention-backend", "flash_attn", "--cuda-graphs", "--threads", "1", "--device", "cpu"),
+        *("--kernels", "torch"),
     )
     assert result.code == 0
     for part in (
         "llama",
         "context 8192 tokens",
-        "device cpu, float32, attention sdpa, threads 1",
+        "device cpu, float32, kernels torch, attention sdpa, threads 1",
         "9 blocks x 8 tokens = 64 tokens",
         "note: flash_attn",
         "note: --cuda-graphs",
     ):
         assert part in result.err
+
+
+def test_kernels_without_a_compiler(generate: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error where they were asked for, a note where they are the default."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    on_cpu = ("-p", "hi", "--device", "cpu")
+    check_refusal(generate(*on_cpu, "--kernels", "native"), "$CXX names /nonexistent", "--kernels torch")
+    result = generate(*on_cpu)
+    assert result.code == 0 and result.out == generate(*on_cpu, "--kernels", "torch").out
+    assert "kernels torch, attention sdpa" in result.err
+    assert "note: native kernels are passed over: $CXX names /nonexistent" in result.err
 
 
 def test_dummy_weights_need_no_weights(run: Run, folder: str, tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINISERVE_MODEL", raising=False)
     config = EngineConfig()
     assert config.model == DEFAULT_MODEL == "Qwen/Qwen3-0.6B"
-    assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
+    assert (config.device, config.dtype, config.attention_backend, config.load_format, config.kernels) == ("auto",) * 5
     assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (4096, 16, 1024)
-    assert (config.gpu_memory_utilization, config.num_kv_blocks, config.block_size) == (0.6, None, 16)
+    assert (config.gpu_memory_utilization, config.num_kv_blocks, config.block_size) == (0.6, None, None)
     assert (config.prefix_caching, config.cuda_graphs) == (True, False)
 
 
@@ -60,6 +60,7 @@ def test_model_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("device", ""),
         ("dtype", "int8"),
         ("attention_backend", "xformers"),
+        ("kernels", "triton"),
         ("max_model_len", 1),
         ("max_model_len", -4),
         ("max_num_seqs", 0),
@@ -93,6 +94,8 @@ def test_out_of_range(field: str, value: Any) -> None:
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("dtype", "fp16"),
+        ("kernels", "native"),
+        ("block_size", None),
         ("threads", None),
         ("scheduling_policy", "priority"),
     ],
@@ -178,8 +181,27 @@ def test_cuda_graphs_are_noted_and_ignored() -> None:
 
 def test_what_is_passed_on() -> None:
     resolved = settle(threads=3, seed=9, block_size=8, prefix_caching=False, max_num_seqs=2, attention_backend="torch")
+    assert (resolved.kernels, settle(kernels="native").kernels) == ("auto", "native")
     assert (resolved.threads, resolved.seed, resolved.block_size) == (3, 9, 8)
     assert (resolved.prefix_caching, resolved.max_num_seqs, resolved.attention_backend) == (False, 2, "torch")
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "block_size"),
+    [
+        (CPU, {}, 32),
+        (CPU_BF16, {"kernels": "native", "attention_backend": "native"}, 32),
+        (CUDA, {"device": "cpu"}, 32),
+        (CPU, {"kernels": "torch"}, 16),
+        (CPU, {"attention_backend": "sdpa"}, 16),
+        (CUDA, {}, 16),
+        (MPS, {"kernels": "native"}, 16),
+        (CPU, {"block_size": 8}, 8),
+        (CPU, {"kernels": "torch", "block_size": 64}, 64),
+    ],
+)
+def test_blocks_suit_the_attention_that_may_serve(machine: Machine, asked: dict[str, Any], block_size: int) -> None:
+    assert settle(machine, **asked).block_size == block_size
 
 
 # The pool

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from miniserve import platform
+from miniserve.kernels.build import INSTRUCTION_SET_FLAGS
 from miniserve.platform import Machine
 
 GIB = 2**30
@@ -36,6 +37,41 @@ def test_detect() -> None:
     assert machine.devices[-1] == "cpu"
     assert ("cuda" in machine.devices) == torch.cuda.is_available()
     assert 1 <= machine.physical_cores <= (os.cpu_count() or 1)
+
+
+AVX2 = {"avx2": True, "fma3": True, "f16c": True}
+AVX512 = {**AVX2, **{f"avx512_{name}": True for name in ("f", "bw", "vl", "dq", "bf16", "vnni")}}
+AMX = {**AVX512, "amx_tile": True, "amx_bf16": True, "amx_int8": True}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "amx_allowed", "instruction_sets"),
+    [
+        (AMX, True, ("amx", "avx512", "avx2", "portable")),
+        (AMX, False, ("avx512", "avx2", "portable")),  # the system keeps its registers to itself
+        ({**AMX, "avx512_bf16": False}, True, ("avx2", "portable")),
+        (AVX512, True, ("avx512", "avx2", "portable")),
+        ({**AVX2, "avx512_f": True}, True, ("avx2", "portable")),
+        ({**AVX2, "fma3": False}, True, ("portable",)),
+        ({}, True, ("portable",)),
+    ],
+)
+def test_instruction_sets(
+    monkeypatch: pytest.MonkeyPatch,
+    capabilities: dict[str, bool],
+    amx_allowed: bool,
+    instruction_sets: tuple[str, ...],
+) -> None:
+    """The best first; one that lacks a part of what its build uses would be an illegal instruction."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx_allowed)
+    assert platform.detect().instruction_sets == instruction_sets
+
+
+def test_each_instruction_set_can_be_built() -> None:
+    """A name that `build` does not know would end in a KeyError at start."""
+    assert set(platform.detect().instruction_sets) <= set(INSTRUCTION_SET_FLAGS)
+    assert platform.detect().instruction_sets[-1] == "portable"
 
 
 @pytest.mark.parametrize(

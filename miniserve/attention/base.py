@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miniserve.attention.batch import AttnMetadata
+from miniserve.kernels.native import NativeKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class LayerKVCache:
     A token's keys and values lie side by side, so that one copy writes both, and one reads both.
 
     Attributes:
-        key_values: [num_blocks, block_size, 2 x num_kv_heads, head_dim]; the heads of the keys, then of the values.
+        key_values: [num_blocks, block_size, 2 x num_kv_heads, head_dim]; the heads of the keys, then of the values. A
+            backend may have another layout within a block (`AttentionBackend.cache_shape`), and then only that backend
+            reads and writes it.
     """
 
     key_values: Tensor
@@ -57,15 +60,21 @@ class AttentionPlan(ABC):
 class AttentionBackend(ABC):
     """A way to compute attention over the paged cache.
 
-    Scores are scaled by `scale` (head_dim ** -0.5); `dtype` is that of queries, keys and values.
+    Scores are scaled by `scale` (head_dim ** -0.5); `dtype` is that of queries, keys and values; `kernels` are the
+    compiled ones, which only the native backend needs.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, scale: float, dtype: torch.dtype) -> None:
+    def __init__(self, scale: float, dtype: torch.dtype, kernels: NativeKernels | None = None) -> None:
         self.scale = scale
         self.dtype = dtype
+        self.kernels = kernels
 
     @abstractmethod
     def plan(self, metadata: AttnMetadata) -> AttentionPlan:
         """Whatever is the same for all layers of a step: gather indices, masks."""
+
+    def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """The shape of a layer's cache; its first dimension is the blocks, whatever the layout of one is."""
+        return (num_blocks, block_size, 2 * num_kv_heads, head_dim)

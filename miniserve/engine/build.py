@@ -23,6 +23,7 @@ from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.tokenizer import Tokenizer
 
 LoadProgress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
+BuildProgress = Callable[[str], None]  # one line on what is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,19 @@ class EngineParts:
 
 
 def build_engine(
-    asked: EngineConfig, *, progress: LoadProgress | None = None, hooks: Sequence[MetricsHook] = ()
+    asked: EngineConfig,
+    *,
+    progress: LoadProgress | None = None,
+    on_build: BuildProgress = lambda _line: None,
+    hooks: Sequence[MetricsHook] = (),
 ) -> EngineParts:
     """Load everything that `asked` names.
+
+    Args:
+        asked: the flags.
+        progress: told of each tensor that is loaded.
+        on_build: told that kernels are being compiled.
+        hooks: told of what happens to requests.
 
     Raises:
         StartupError: something cannot be had as asked.
@@ -62,7 +73,15 @@ def build_engine(
     tokenizer = load_tokenizer(asked, checkpoint)
     chat_template = _chat_template(asked, tokenizer)
     num_token_ids = min(tokenizer.num_token_ids, checkpoint.config.vocab_size)
-    runner = build_runner(checkpoint, asked, resolved, num_token_ids=num_token_ids, on_tensor=progress)
+    runner = build_runner(
+        checkpoint,
+        asked,
+        resolved,
+        num_token_ids=num_token_ids,
+        instruction_sets=machine.instruction_sets,
+        on_tensor=progress,
+        on_build=on_build,
+    )
     kv = KVCacheManager(runner.num_kv_blocks, resolved.block_size, prefix_caching=resolved.prefix_caching)
     scheduler = Scheduler(
         kv,
@@ -150,7 +169,8 @@ def _summary(
     return (
         f"model {checkpoint.name}: {config.family}, {runner.num_parameters / 1e6:.1f} M parameters, "
         f"context {resolved.max_model_len} tokens",
-        f"device {resolved.device}, {resolved.dtype}, attention {runner.backend_name}, threads {resolved.threads}",
+        f"device {resolved.device}, {resolved.dtype}, kernels {runner.kernels_name}, attention {runner.backend_name}, "
+        f"threads {resolved.threads}",
         f"KV cache: {runner.num_kv_blocks} blocks x {resolved.block_size} tokens = {kv.capacity_tokens} tokens "
         f"({runner.kv_bytes / 1e9:.2f} GB)",
         f"sampling defaults of the model: {taken}" if taken else "sampling defaults: temperature 1, top_p 1",

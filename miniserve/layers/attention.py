@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.attention.native import NativePlan
+from miniserve.kernels.native import HeadTransform
 from miniserve.layers.linear import Linear
 from miniserve.layers.norm import RMSNorm
-from miniserve.layers.rotary import rotate_
+from miniserve.layers.rotary import Rope, rotate_
 
 
 class Attention(nn.Module):
@@ -40,14 +42,30 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, device=device)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache) -> Tensor:
-        """x: [num_tokens, hidden_size] -> [num_tokens, hidden_size]; `cache` gets the new keys and values."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q | k | v heads, head_dim]
+    def forward(self, residual: Tensor, norm: RMSNorm, rope: Rope, plan: AttentionPlan, cache: LayerKVCache) -> None:
+        """residual, fp32 [num_tokens, hidden_size], gets the attention of its normalised self added.
+
+        `cache` gets the new keys and values.
+        """
+        heads = self.qkv(residual, norm).view(residual.shape[0], -1, self.head_dim)  # q | k | v heads
+        if isinstance(plan, NativePlan):
+            attended = plan.attend_projected(heads, self.num_kv_heads, self._transform(rope), cache)
+        else:
+            attended = self._attend(heads, rope, plan, cache)
+        self.o.add_to_(residual, attended.flatten(1))
+
+    def _attend(self, heads: Tensor, rope: Rope, plan: AttentionPlan, cache: LayerKVCache) -> Tensor:
         query, key_value = heads[:, : self.num_heads], heads[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             key = key_value[:, : self.num_kv_heads]
-            query.copy_(self.q_norm(query, x.dtype))
-            key.copy_(self.k_norm(key, x.dtype))
-        rotate_(heads[:, : self.num_heads + self.num_kv_heads], *rope)
-        output: Tensor = self.o(plan(query, key_value, cache).flatten(1))
-        return output
+            query.copy_(self.q_norm(query, heads.dtype))
+            key.copy_(self.k_norm(key, heads.dtype))
+        rotate_(heads[:, : self.num_heads + self.num_kv_heads], *rope.cos_sin)
+        return plan(query, key_value, cache)
+
+    def _transform(self, rope: Rope) -> HeadTransform:
+        """What the compiled operator does to the heads itself."""
+        if self.q_norm is None or self.k_norm is None:
+            return HeadTransform(rope.table)
+        q_norm, k_norm = self.q_norm.native, self.k_norm.native
+        return HeadTransform(rope.table, q_norm.weight, k_norm.weight, q_norm.eps)

@@ -1,6 +1,7 @@
 """Both ends of the transformer: token ids to vectors, and vectors to logits. Often one matrix serves as both.
 
-The matrix keeps its plain layout, because single rows of it are read.
+Without kernels the matrix keeps its plain layout, because single rows of it are read; with them, rows are read out of
+the packed one.
 """
 
 from __future__ import annotations
@@ -9,30 +10,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from miniserve.kernels.native import NativeKernels, PackedMatrix
 from miniserve.layers.linear import parameter
+from miniserve.layers.norm import RMSNorm
 
 # How many of the largest logits are computed again in fp32.
 _NUM_EXACT = 64
 
 
-class Embedding(nn.Module):
-    """One vector per token id."""
+class TokenMatrix(nn.Module):
+    """A matrix with one row per token id: an embedding, an output head, or both. `weight` [vocab_size, hidden_size]."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.dtype = dtype
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self._native: PackedMatrix | None = None
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: int64 [num_tokens] -> [num_tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: int64 [num_tokens] -> fp32 [num_tokens, hidden_size], a row for each."""
+        if self._native is not None:
+            return self._native.rows(token_ids)
+        assert self.weight is not None
+        return F.embedding(token_ids, self.weight).float()
 
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden: fp32 [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], its normalised self times each row."""
+        if self._native is not None:
+            return self._native.logits(hidden, norm.native)
+        assert self.weight is not None
+        return output_logits(norm(hidden, self.dtype), self.weight)
 
-class Head(nn.Module):
-    """The output matrix of a model whose embedding does not serve as one. `weight` [vocab_size, hidden_size]."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+    def pack(self, kernels: NativeKernels | None) -> None:
+        """Swap the loaded matrix for the kernels' layout; without kernels it stays plain."""
+        if kernels is not None and self.weight is not None:
+            self._native = PackedMatrix(kernels, self.weight.data)
+            self.weight = None
 
 
 def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:

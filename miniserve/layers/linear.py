@@ -1,7 +1,9 @@
 """y = x W^T + b, with the weight in the layout that the device multiplies fastest.
 
-On a CPU in bf16, PyTorch's linear re-lays the weight out at every call. `pack` does it once, with the oneDNN
-operators that PyTorch's own compiler uses for frozen weights, and drops the plain weight: one copy in memory.
+A layer's products come with what stands before or behind them in a transformer, the norm and the sum with the residual
+stream: the compiled kernels do both in one pass. Without kernels, PyTorch's bf16 linear on a CPU re-lays the weight out
+at every call; `pack` does that once, with the oneDNN operators that PyTorch's own compiler uses for frozen weights. The
+plain weight is dropped: there is one copy in memory.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from miniserve.kernels.native import NativeKernels, PackedMatrix
+from miniserve.layers.norm import RMSNorm
 
 # The row count oneDNN is told to expect when it picks a layout; any other count runs on the same layout.
 _EXPECTED_ROWS = 16
@@ -23,22 +28,55 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self._native: PackedMatrix | None = None
         self._packed: Tensor | None = None  # oneDNN's opaque layout
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """norm(x) W^T + b.
+
+        Args:
+            x: [num_tokens, in_features], in the layer's dtype; with `norm`, the fp32 residual stream.
+            norm: applied to x before.
+
+        Returns:
+            [num_tokens, out_features] in the layer's dtype.
+        """
+        if self._native is not None:
+            return self._native(x, None if norm is None else norm.native)
+        return self._product(x if norm is None else norm(x, self.dtype))
+
+    def add_to_(self, residual: Tensor, x: Tensor) -> None:
+        """residual += x W^T + b, for residual fp32 [num_tokens, out_features] and x [num_tokens, in_features]."""
+        if self._native is not None:
+            self._native.add_to_(residual, x)
+        else:
+            residual += self._product(x)
+
+    def pack(self, kernels: NativeKernels | None = None) -> None:
+        """Swap the loaded weight for the layout that is fastest: the kernels', else oneDNN's, else as it is."""
+        if self.weight is None:
+            return
+        if kernels is not None:
+            bias = None if self.bias is None else self.bias.data
+            self._native = PackedMatrix(kernels, self.weight.data, bias, gate=self._is_gate)
+            self.weight = None
+        elif can_pack(self.weight):
+            self._pack_for_onednn(self.weight.data)
+            self.weight = None
+
+    _is_gate = False
+
+    def _pack_for_onednn(self, weight: Tensor) -> None:
+        self._packed = pack_weight(weight)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
-
-    def pack(self) -> None:
-        """Swap the loaded weight for its packed form, where `can_pack` says so."""
-        if self.weight is not None and can_pack(self.weight):
-            self._packed = pack_weight(self.weight.data)
-            self.weight = None
 
 
 def can_pack(weight: Tensor) -> bool:

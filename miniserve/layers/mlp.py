@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from miniserve.layers.linear import Linear, can_pack, pack_weight, packed_linear, packed_linear_times
+from miniserve.layers.linear import Linear, pack_weight, packed_linear, packed_linear_times
+from miniserve.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
@@ -25,10 +26,9 @@ class MLP(nn.Module):
         self.gate_up = GateUp(hidden_size, intermediate_size, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        down: Tensor = self.down(self.gate_up(x))
-        return down
+    def forward(self, residual: Tensor, norm: RMSNorm) -> None:
+        """residual, fp32 [num_tokens, hidden_size], gets the feed-forward of its normalised self added."""
+        self.down.add_to_(residual, self.gate_up(residual, norm))
 
 
 class GateUp(Linear):
@@ -40,19 +40,22 @@ class GateUp(Linear):
         super().__init__(in_features, 2 * out_features, bias=bias, dtype=dtype, device=device)
         self._packed_halves: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features]; `norm` as in `Linear`."""
+        if self._native is not None:
+            return self._native.silu_gate(x, None if norm is None else norm.native)
+        x = x if norm is None else norm(x, self.dtype)
         if self._packed_halves is None:
-            gate, up = super().forward(x).chunk(2, dim=-1)
+            gate, up = self._product(x).chunk(2, dim=-1)
             return F.silu(gate, inplace=True) * up
         gate_weight, up_weight = self._packed_halves
         gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
         gated = packed_linear(x, gate_weight, gate_bias, activation="swish")
         return packed_linear_times(x, up_weight, up_bias, gated)
 
-    def pack(self) -> None:
-        """As `Linear.pack`, each half by itself: then both element-wise operations happen inside the products."""
-        if self.weight is not None and can_pack(self.weight):
-            gate, up = self.weight.data.chunk(2)
-            self._packed_halves = pack_weight(gate), pack_weight(up)
-            self.weight = None
+    _is_gate = True
+
+    def _pack_for_onednn(self, weight: Tensor) -> None:
+        """Each half by itself: then both element-wise operations happen inside the products."""
+        gate, up = weight.chunk(2)
+        self._packed_halves = pack_weight(gate), pack_weight(up)

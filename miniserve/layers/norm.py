@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from miniserve.layers.linear import parameter
+from miniserve.kernels.native import Norm
 
 
 class RMSNorm(nn.Module):
@@ -15,8 +15,10 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, *, eps: float, device: torch.device) -> None:
         super().__init__()
-        self.weight = parameter(size, dtype=torch.float32, device=device)
+        weight = torch.empty(size, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.size = size
+        self.native = Norm(self.weight.data, eps)  # the same norm, as the compiled kernels take it
         self.register_buffer("eps", torch.full((1,), eps, dtype=torch.float32, device=device), persistent=False)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:

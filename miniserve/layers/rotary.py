@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +126,27 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack((cos, sin), dim=1) * rope_magnitude(config)
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: int64 [num_tokens] -> cos and sin, each fp32 [num_tokens, 1, head_dim], for `rotate_`."""
-        cos, sin = self.table[positions].unbind(dim=1)
+    def forward(self, positions: Tensor) -> Rope:
+        """positions: int64 [num_tokens] -> their rotation."""
+        return Rope(self.table, positions)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one step's tokens. Looked up on first use: some backends read the table themselves.
+
+    Attributes:
+        table: fp32 [max_positions, 2, head_dim], cos and signed sin.
+        positions: int64 [num_tokens].
+    """
+
+    table: Tensor
+    positions: Tensor
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, each fp32 [num_tokens, 1, head_dim], for `rotate_`."""
+        cos, sin = self.table[self.positions].unbind(dim=1)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from miniserve.attention.base import AttentionPlan, LayerKVCache
+from miniserve.kernels.native import NativeKernels
 from miniserve.layers.attention import Attention
-from miniserve.layers.embedding import Embedding, Head, output_logits
+from miniserve.layers.embedding import TokenMatrix
 from miniserve.layers.linear import Linear
 from miniserve.layers.mlp import MLP
 from miniserve.layers.norm import RMSNorm
-from miniserve.layers.rotary import RotaryEmbedding
+from miniserve.layers.rotary import Rope, RotaryEmbedding
 from miniserve.models.config import ModelConfig
 
 
@@ -27,7 +28,6 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.dtype = dtype
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
         self.attn = Attention(
             config.hidden_size,
@@ -43,13 +43,10 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
 
-    def forward(
-        self, residual: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerKVCache
-    ) -> Tensor:
-        """residual: fp32 [num_tokens, hidden_size], updated in place and returned."""
-        residual += self.attn(self.attn_norm(residual, self.dtype), rope, plan, cache)
-        residual += self.mlp(self.mlp_norm(residual, self.dtype))
-        return residual
+    def forward(self, residual: Tensor, rope: Rope, plan: AttentionPlan, cache: LayerKVCache) -> None:
+        """residual: fp32 [num_tokens, hidden_size], updated in place."""
+        self.attn(residual, self.attn_norm, rope, plan, cache)
+        self.mlp(residual, self.mlp_norm)
 
 
 class Transformer(nn.Module):
@@ -62,13 +59,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed = TokenMatrix(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, device=device)
         self.layers = nn.ModuleList(Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
-        self.head: Head | None = None  # None: the embedding matrix serves
+        self.head: TokenMatrix | None = None  # None: the embedding matrix serves
         if not config.tie_word_embeddings:
-            self.head = Head(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+            self.head = TokenMatrix(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, caches: Sequence[LayerKVCache]
@@ -83,19 +80,21 @@ class Transformer(nn.Module):
         Returns:
             fp32 [num_tokens, hidden_size], before the final norm.
         """
-        hidden: Tensor = self.embed(token_ids).float()
+        residual = self.embed.embed(token_ids)
         rope = self.rotary(positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, rope, plan, cache)
-        return hidden
+            layer(residual, rope, plan, cache)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
-        head = self.embed if self.head is None else self.head
-        return output_logits(self.norm(hidden, self.dtype), head.weight)
+        return (self.embed if self.head is None else self.head).logits(hidden, self.norm)
 
-    def pack(self) -> None:
-        """After loading: let each linear layer take the layout its device multiplies fastest."""
+    def pack(self, kernels: NativeKernels | None = None) -> None:
+        """After loading: give each matrix the layout that is fastest, one after the other, in place of the plain one.
+
+        An embedding that is no head as well stays plain: it is only looked up.
+        """
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+            if isinstance(module, Linear) or module is (self.head or self.embed):
+                module.pack(kernels)

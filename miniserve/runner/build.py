@@ -9,13 +9,16 @@ import torch
 
 from miniserve import platform
 from miniserve.attention.base import AttentionBackend
+from miniserve.attention.native import cannot_serve
 from miniserve.attention.select import select_backend
 from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
+from miniserve.kernels.load import KernelChoice, load_kernels
+from miniserve.kernels.native import DTYPES, NativeKernels
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import ModelConfig
 from miniserve.models.loader import init_dummy_weights, load_weights
 from miniserve.models.transformer import Transformer
-from miniserve.runner.kv_cache import allocate_kv_cache
+from miniserve.runner.kv_cache import allocate_kv_cache, kv_bytes_per_block
 from miniserve.runner.model_runner import ModelRunner
 
 
@@ -28,6 +31,7 @@ class RunnerParts:
     kv_bytes: int
     num_parameters: int
     backend_name: str
+    kernels_name: str
     notes: tuple[str, ...]
 
 
@@ -37,31 +41,43 @@ def build_runner(
     resolved: ResolvedConfig,
     *,
     num_token_ids: int,
+    instruction_sets: tuple[str, ...] = ("portable",),
     on_tensor: Callable[[int, int], None] | None = None,
+    on_build: Callable[[str], None] = lambda _line: None,
 ) -> RunnerParts:
     """Load the model and give it a KV cache.
 
+    Args:
+        checkpoint: the model.
+        asked, resolved: the settled configuration.
+        num_token_ids: how many ids the tokenizer knows.
+        instruction_sets: what the native kernels may be compiled for, the best first.
+        on_tensor: called after each tensor with (done, total).
+        on_build: told that kernels are compiled, which takes a while.
+
     Raises:
         ModelLoadError: the weights cannot be read or trusted.
+        KernelBuildError: native kernels were asked for and cannot be had.
         ConfigError: there is no memory for the KV cache.
     """
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
+    native = _kernels(resolved, dtype, instruction_sets, on_build)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if asked.load_format == "dummy":
         init_dummy_weights(model, seed=resolved.seed or 0)
     else:
         load_weights(model, checkpoint, on_tensor=on_tensor)
-    model.pack()
-    bytes_per_block = checkpoint.config.kv_elements_per_token * dtype.itemsize * resolved.block_size
+    model.pack(native.kernels)
+    backend, reason = _backend(resolved, checkpoint.config, native.kernels)
+    bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
     num_blocks = num_kv_blocks(
         asked, resolved, bytes_per_block=bytes_per_block, free_bytes=platform.free_memory(resolved.device)
     )
     caches = allocate_kv_cache(
-        checkpoint.config, num_blocks=num_blocks, block_size=resolved.block_size, dtype=dtype, device=device
+        checkpoint.config, backend, num_blocks=num_blocks, block_size=resolved.block_size, device=device
     )
-    backend, notes = _backend(resolved, checkpoint.config)
     runner = ModelRunner(
         model,
         caches,
@@ -71,10 +87,33 @@ def build_runner(
         device=device,
         seed=resolved.seed,
     )
-    return RunnerParts(runner, num_blocks, num_blocks * bytes_per_block, num_parameters, backend.name, notes)
+    return RunnerParts(
+        runner,
+        num_blocks,
+        num_blocks * bytes_per_block,
+        num_parameters,
+        backend.name,
+        "torch" if native.kernels is None else f"native ({native.kernels.instruction_set})",
+        tuple(note for note in (native.reason, reason) if note is not None),
+    )
 
 
-def _backend(resolved: ResolvedConfig, config: ModelConfig) -> tuple[AttentionBackend, tuple[str, ...]]:
-    choice = select_backend(resolved.attention_backend, resolved.device)
-    notes = () if choice.reason is None else (choice.reason,)
-    return choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype)), notes
+def _kernels(
+    resolved: ResolvedConfig, dtype: torch.dtype, instruction_sets: tuple[str, ...], on_build: Callable[[str], None]
+) -> KernelChoice:
+    """The native kernels, where they serve this device and dtype."""
+    if resolved.device == "cpu" and dtype in DTYPES:
+        return load_kernels(resolved.kernels, instruction_sets, progress=on_build)
+    if resolved.kernels != "native":
+        return KernelChoice(None)
+    cause = f"the device is {resolved.device}" if resolved.device != "cpu" else f"they have no {resolved.dtype}"
+    return KernelChoice(None, f"native kernels are passed over: {cause}")
+
+
+def _backend(
+    resolved: ResolvedConfig, config: ModelConfig, kernels: NativeKernels | None
+) -> tuple[AttentionBackend, str | None]:
+    """The attention backend, and why it is not the one that was asked for."""
+    no_native = "there are no native kernels" if kernels is None else cannot_serve(resolved.block_size, config.head_dim)
+    choice = select_backend(resolved.attention_backend, resolved.device, no_native=no_native)
+    return choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype), kernels), choice.reason

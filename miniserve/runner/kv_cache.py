@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from miniserve.attention.base import LayerKVCache
+from miniserve.attention.base import AttentionBackend, LayerKVCache
 from miniserve.models.config import ModelConfig
 
 
 def allocate_kv_cache(
-    config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, backend: AttentionBackend, *, num_blocks: int, block_size: int, device: torch.device
 ) -> tuple[LayerKVCache, ...]:
-    """One zeroed cache per layer. Zeroed, since a masked slot still takes part as 0 x value: it must not be NaN."""
-    shape = (num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
-    return tuple(LayerKVCache(_zeros(shape, dtype, device)) for _ in range(config.num_layers))
+    """One zeroed cache per layer, in the backend's layout.
+
+    Zeroed, since a masked slot still takes part as 0 x value: it must not be NaN.
+    """
+    shape = backend.cache_shape(num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    return tuple(LayerKVCache(_zeros(shape, backend.dtype, device)) for _ in range(config.num_layers))
+
+
+def kv_bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_size: int) -> int:
+    """Memory that one block takes, over all layers."""
+    shape = backend.cache_shape(1, block_size, config.num_kv_heads, config.head_dim)
+    return prod(shape) * backend.dtype.itemsize * config.num_layers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ class ModelRunner:
         self.block_size = block_size
         self.num_token_ids = num_token_ids
         self.device = device
-        self.sampler = Sampler(device, seed)
+        self.sampler = Sampler(device, seed, backend.kernels)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miniserve.attention.base import AttentionBackend
+from miniserve.attention.native import NativeBackend, cannot_serve
 from miniserve.attention.sdpa import SdpaBackend
 from miniserve.attention.select import select_backend
 from miniserve.attention.torch_ref import TorchBackend
@@ -28,4 +29,25 @@ def test_flash_attn_falls_back_and_says_why(device: str) -> None:
 
 @pytest.mark.parametrize("asked", [name for name in ATTENTION_BACKENDS if name not in ("auto", "flash_attn")])
 def test_a_backend_is_called_what_the_flag_calls_it(asked: str) -> None:
-    assert select_backend(asked, "cpu").backend.name == asked
+    choice = select_backend(asked, "cpu", no_native=None)
+    assert (choice.backend.name, choice.reason) == (asked, None)
+
+
+def test_native_is_the_choice_where_it_can_serve() -> None:
+    assert select_backend("auto", "cpu", no_native=None).backend is NativeBackend
+
+
+def test_native_falls_back_and_says_why() -> None:
+    choice = select_backend("native", "cpu", no_native="the moon is full")
+    assert choice.backend is SdpaBackend
+    assert choice.reason == "native attention is passed over: the moon is full"
+    assert select_backend("auto", "cpu", no_native="the moon is full").reason is None  # nobody asked
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "reason"),
+    [(32, 64, None), (96, 512, None), (16, 64, "--block-size 16"), (48, 64, "--block-size 48"), (32, 513, "513")],
+)
+def test_what_native_cannot_serve(block_size: int, head_dim: int, reason: str | None) -> None:
+    answer = cannot_serve(block_size, head_dim)
+    assert answer is None if reason is None else answer is not None and reason in answer

@@ -34,7 +34,7 @@ import numpy as np
 
 import miniserve.engine.build
 from miniserve.cli import main
-from miniserve.config import EngineConfig, ResolvedConfig
+from miniserve.config import DEFAULT_BLOCK_SIZE, EngineConfig, ResolvedConfig
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.core.scheduler import RequestNews, Scheduler
@@ -195,13 +195,15 @@ def build_scripted(
     asked: EngineConfig,
     *,
     progress: Callable[[int, int], None] | None = None,
+    on_build: Callable[[str], None] = lambda _line: None,
     hooks: Sequence[MetricsHook] = (),
 ) -> EngineParts:
     """In place of `build_engine`."""
     scripts = Scripts()
     template = TEMPLATE if asked.chat_template is None else Path(asked.chat_template).read_text()
-    num_blocks = asked.num_kv_blocks or asked.max_num_seqs * -(-asked.max_model_len // asked.block_size) + 1
-    kv = KVCacheManager(num_blocks, asked.block_size, asked.prefix_caching)
+    block_size = asked.block_size or DEFAULT_BLOCK_SIZE
+    num_blocks = asked.num_kv_blocks or asked.max_num_seqs * -(-asked.max_model_len // block_size) + 1
+    kv = KVCacheManager(num_blocks, block_size, asked.prefix_caching)
     scheduler = MortalScheduler(
         kv,
         max_num_seqs=asked.max_num_seqs,
@@ -226,7 +228,8 @@ def build_scripted(
             max_model_len=asked.max_model_len,
             max_num_seqs=asked.max_num_seqs,
             max_num_batched_tokens=asked.max_num_batched_tokens,
-            block_size=asked.block_size,
+            block_size=block_size,
+            kernels="torch",
             attention_backend="auto",
             prefix_caching=asked.prefix_caching,
             seed=asked.seed,

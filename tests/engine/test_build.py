@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from miniserve import platform
 from miniserve.config import EngineConfig
 from miniserve.engine.build import EngineParts, build_engine
 from miniserve.engine.options import RequestOptions
@@ -44,11 +45,47 @@ def text_of_chat(parts: EngineParts) -> str:
 
 
 def test_the_summary(folder: Path) -> None:
-    parts = build(folder)
+    parts = build(folder, kernels="torch")
     [line] = [line for line in parts.summary if line.startswith("KV cache")]
     assert re.fullmatch(r"KV cache: 9 blocks x 16 tokens = 128 tokens \(\d+\.\d\d GB\)", line)
     assert parts.backend_name == "sdpa"
+    assert "device cpu, float32, kernels torch, attention sdpa, threads 1" in parts.summary
     assert parts.input_processor.kv_capacity_tokens == 128
+
+
+def test_native_kernels_and_their_blocks_are_the_default(folder: Path) -> None:
+    parts = build(folder)
+    instruction_set = platform.detect().instruction_sets[0]
+    line = f"device cpu, float32, kernels native ({instruction_set}), attention native, threads 1"
+    assert line in parts.summary
+    assert any(line.startswith("KV cache: 9 blocks x 32 tokens = 256 tokens") for line in parts.summary)
+    assert not any(line.startswith("note: ") for line in parts.summary)
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "note"),
+    [
+        ({"block_size": 8}, "sdpa", None),
+        ({"block_size": 8, "attention_backend": "native"}, "sdpa", "--block-size 8 is no multiple of 32"),
+        ({"attention_backend": "torch"}, "torch", None),
+        ({"kernels": "torch", "attention_backend": "native"}, "sdpa", "there are no native kernels"),
+    ],
+)
+def test_attention_that_is_not_native(folder: Path, options: dict[str, Any], backend: str, note: str | None) -> None:
+    """The linear layers may still be: kernels and attention are chosen one after the other."""
+    parts = build(folder, **options)
+    assert parts.backend_name == backend
+    notes = [line for line in parts.summary if line.startswith("note: ")]
+    assert notes == ([] if note is None else [f"note: native attention is passed over: {note}"])
+    kernels = "kernels torch" if options.get("kernels") == "torch" else "kernels native"
+    assert any(kernels in line for line in parts.summary)
+
+
+def test_a_dtype_that_the_kernels_do_not_have(folder: Path) -> None:
+    config = EngineConfig(model=str(folder), device="cpu", dtype="fp16", kernels="native", num_kv_blocks=9)
+    parts = build_engine(config)
+    assert "note: native kernels are passed over: they have no float16" in parts.summary
+    assert parts.backend_name == "sdpa"
 
 
 def test_the_summary_says_how_the_model_answers(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Alone or batched, whole or in chunks, with or without the prefix cache, after a preemption, on any block size and
 backend: the same token ids, and the same logprobs, penalties and choices. fp32, on a tiny random model whose next token
-depends on its whole context.
+depends on its whole context. With PyTorch's operators; `test_native_invariance` has the compiled kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[Tokens]:
 
 
 def load(folder: Path, **options: Any) -> LLM:
-    return LLM(str(folder), **{"dtype": "fp32", "device": "cpu", "threads": 1, "max_model_len": 128, **options})
+    fixed: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "threads": 1, "max_model_len": 128, "kernels": "torch"}
+    return LLM(str(folder), **{**fixed, **options})
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams = GREEDY) -> list[Tokens]:
@@ -366,12 +367,15 @@ def test_choices_share_one_computation_of_the_prompt(folder: Path, prefix_cachin
     assert len({output.token_ids for output in group}) == 1
 
 
+@pytest.mark.parametrize(
+    "options", [{"block_size": 8}, {"kernels": "native", "block_size": 32}], ids=["torch", "native"]
+)
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_numbers_that_are_not_finite_end_one_request(
-    folder: Path, prompts: list[list[int]], expected: list[Tokens], steps: int
+    folder: Path, prompts: list[list[int]], expected: list[Tokens], steps: int, options: dict[str, Any]
 ) -> None:
     """NaN in one request's KV: it ends with an error, the others do not notice, and nobody finds its blocks later."""
-    llm = load(folder, block_size=8, max_num_batched_tokens=150)
+    llm = load(folder, max_num_batched_tokens=150, **options)
     engine = llm.parts.engine
     requests = llm.prompt_requests(prompts, GREEDY)
     for request in requests:

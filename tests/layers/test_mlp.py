@@ -7,6 +7,7 @@ import torch
 
 from miniserve.layers.linear import can_pack
 from miniserve.layers.mlp import MLP, GateUp
+from miniserve.layers.norm import RMSNorm
 
 
 def test_formula() -> None:
@@ -16,11 +17,15 @@ def test_formula() -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     assert mlp.gate_up.weight is not None and mlp.gate_up.bias is not None
     assert mlp.down.weight is not None and mlp.down.bias is not None
-    x = torch.randn(4, 6, generator=generator)
+    norm = RMSNorm(6, eps=1e-6, device=torch.device("cpu"))
+    norm.weight.copy_(torch.randn(6, generator=generator))
+    residual = torch.randn(4, 6, generator=generator)
+    x = norm(residual, torch.float32)
     gate = x @ mlp.gate_up.weight[:10].T + mlp.gate_up.bias[:10]
     up = x @ mlp.gate_up.weight[10:].T + mlp.gate_up.bias[10:]
-    expected = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.T + mlp.down.bias
-    torch.testing.assert_close(mlp(x), expected, atol=1e-4, rtol=1e-4)
+    expected = residual + (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.T + mlp.down.bias
+    mlp(residual, norm)
+    torch.testing.assert_close(residual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="no bf16 packing on this machine")

@@ -100,7 +100,7 @@ def test_rotate_is_multiplication_by_a_unit_number(name: str) -> None:
     rotary = RotaryEmbedding(config, 16, 64, device=CPU)
     heads = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 5, 63])
-    cos, sin = rotary(positions)
+    cos, sin = rotary(positions).cos_sin
     assert cos.shape == sin.shape == (3, 1, 16) and cos.dtype == sin.dtype == torch.float32
     angles = torch.outer(positions.double(), rope_frequencies(config, 16).double())
     expected = as_complex(heads) * torch.polar(torch.full_like(angles, rope_magnitude(config)), angles)[:, None, :]
@@ -114,8 +114,8 @@ def test_scores_depend_on_the_distance_only() -> None:
 
     def score(query_position: int, key_position: int) -> float:
         turned_query, turned_key = query[None].clone(), key[None].clone()
-        rotate_(turned_query, *rotary(torch.tensor([query_position])))
-        rotate_(turned_key, *rotary(torch.tensor([key_position])))
+        rotate_(turned_query, *rotary(torch.tensor([query_position])).cos_sin)
+        rotate_(turned_key, *rotary(torch.tensor([key_position])).cos_sin)
         return float((turned_query * turned_key).sum())
 
     assert score(7, 3) == pytest.approx(score(204, 200), abs=1e-4)
@@ -125,9 +125,9 @@ def test_scores_depend_on_the_distance_only() -> None:
 def test_bf16_heads_are_turned_in_fp32() -> None:
     rotary = RotaryEmbedding(RopeConfig(), 16, 4096, device=CPU)
     heads = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rope, exact = rotary(torch.tensor([4000, 4095])), heads.float()
-    rotate_(heads, *rope)
-    rotate_(exact, *rope)
+    cos_sin, exact = rotary(torch.tensor([4000, 4095])).cos_sin, heads.float()
+    rotate_(heads, *cos_sin)
+    rotate_(exact, *cos_sin)
     assert torch.equal(heads, exact.bfloat16())
 
 

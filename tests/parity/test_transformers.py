@@ -1,7 +1,8 @@
-"""The same tokens as transformers, for every family and RoPE type, in fp32."""
+"""The same tokens as transformers, for every family and RoPE type, in fp32, with PyTorch's operators and our own."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,35 @@ def _rope_variant(name: str) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": name, "rope_theta": 5000.0, **ROPE_TYPES[name]}}
 
 
-CASES = [pytest.param(family, overrides, id=name) for name, (family, overrides) in VARIANTS.items()] + [
-    pytest.param(family, _rope_variant(name), id=f"{family}-{name}")
+CASES = [pytest.param(variant, id=name) for name, variant in VARIANTS.items()] + [
+    pytest.param((family, _rope_variant(name)), id=f"{family}-{name}")
     for name in ROPE_TYPES
     for family in ("llama", "qwen3")
 ]
 
 
-@pytest.mark.parametrize(("family", "overrides"), CASES)
-def test_tiny_model(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and transformers' own model of it."""
+
+    folder: Path
+    reference: PreTrainedModel
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    family, overrides = request.param
+    folder = tmp_path_factory.mktemp(family)
+    return Model(folder, tiny_model(folder, family, **overrides))
+
+
+@pytest.mark.parametrize(("kernels", "block_size"), [("torch", 16), ("native", 32)], ids=["torch", "native"])
+def test_tiny_model(model: Model, kernels: str, block_size: int) -> None:
     """Logits of a whole prompt within 1e-4, and 64 greedy tokens after prompts shorter and longer than a block."""
-    reference = tiny_model(tmp_path, family, **overrides)
-    llm = LLM(str(tmp_path), dtype="fp32", device="cpu", threads=1, block_size=16)
-    for length in (5, 16, 61):
+    reference = model.reference
+    llm = LLM(str(model.folder), dtype="fp32", device="cpu", threads=1, kernels=kernels, block_size=block_size)
+    assert (llm.parts.backend_name == "native") == (kernels == "native")
+    for length in (5, block_size, 61):
         prompt = random_prompt(length)
         torch.testing.assert_close(_all_logits(llm, prompt), reference_logits(reference, prompt), atol=1e-4, rtol=1e-4)
         [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))

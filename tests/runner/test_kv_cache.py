@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from miniserve.runner.kv_cache import allocate_kv_cache
+from miniserve.attention.base import AttentionBackend
+from miniserve.attention.native import NativeBackend
+from miniserve.attention.sdpa import SdpaBackend
+from miniserve.runner.kv_cache import allocate_kv_cache, kv_bytes_per_block
 from tests.runner.tiny import CONFIG, CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shapes_and_zeros(dtype: torch.dtype) -> None:
-    caches = allocate_kv_cache(CONFIG, num_blocks=5, block_size=16, dtype=dtype, device=CPU)
+    caches = allocate_kv_cache(CONFIG, SdpaBackend(1.0, dtype), num_blocks=5, block_size=16, device=CPU)
     assert len(caches) == CONFIG.num_layers
     for tensor in [cache.key_values for cache in caches]:
         assert tensor.shape == (5, 16, 2 * CONFIG.num_kv_heads, CONFIG.head_dim)
@@ -23,8 +26,23 @@ def test_shapes_and_zeros(dtype: torch.dtype) -> None:
         assert not tensor.any()
 
 
+def test_the_native_layout_pads_heads_to_whole_chunks() -> None:
+    [cache, *_] = allocate_kv_cache(CONFIG, NativeBackend(1.0, torch.bfloat16), num_blocks=5, block_size=64, device=CPU)
+    assert CONFIG.head_dim == 8
+    assert cache.key_values.shape == (5, 2, 2, CONFIG.num_kv_heads, 32 * 32)
+    assert cache.key_values.dtype == torch.bfloat16 and cache.key_values.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [SdpaBackend, NativeBackend])
+def test_bytes_per_block(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
+    asked = backend(1.0, dtype)
+    caches = allocate_kv_cache(CONFIG, asked, num_blocks=3, block_size=32, device=CPU)
+    assert 3 * kv_bytes_per_block(CONFIG, asked, 32) == sum(cache.key_values.nbytes for cache in caches)
+
+
 def test_layers_share_no_memory() -> None:
-    caches = allocate_kv_cache(CONFIG, num_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
+    caches = allocate_kv_cache(CONFIG, SdpaBackend(1.0, torch.float32), num_blocks=2, block_size=4, device=CPU)
     caches[0].key_values.fill_(1.0)
     assert not caches[1].key_values.any()
 
@@ -32,13 +50,15 @@ def test_layers_share_no_memory() -> None:
 GROWTH_OF_THE_PROCESS = """
 from dataclasses import replace
 import psutil, torch
+from miniserve.attention.sdpa import SdpaBackend
 from miniserve.runner.kv_cache import allocate_kv_cache
 from tests.runner.tiny import CONFIG, CPU
 
 rss = lambda: psutil.Process().memory_info().rss
 config = replace(CONFIG, num_layers=1, head_dim=64)
+backend = SdpaBackend(1.0, torch.float32)
 before = rss()
-[cache] = allocate_kv_cache(config, num_blocks=2**15, block_size=16, dtype=torch.float32, device=CPU)
+[cache] = allocate_kv_cache(config, backend, num_blocks=2**15, block_size=16, device=CPU)
 allocated = rss() - before
 cache.key_values[: 2**12].fill_(1.0)
 print(cache.key_values.nbytes, allocated, rss() - before)

@@ -32,10 +32,11 @@ CONFIG = ModelConfig(
 def tiny_runner(*, num_token_ids: int = 40, seed: int | None = 0) -> ModelRunner:
     model = Transformer(CONFIG, max_positions=64, dtype=torch.float32, device=CPU)
     init_dummy_weights(model, seed=0)
+    backend = SdpaBackend(CONFIG.head_dim**-0.5, torch.float32)
     return ModelRunner(
         model,
-        allocate_kv_cache(CONFIG, num_blocks=17, block_size=4, dtype=torch.float32, device=CPU),
-        SdpaBackend(CONFIG.head_dim**-0.5, torch.float32),
+        allocate_kv_cache(CONFIG, backend, num_blocks=17, block_size=4, device=CPU),
+        backend,
         block_size=4,
         num_token_ids=num_token_ids,
         device=CPU,

@@ -1,0 +1,86 @@
+// What the operators compute, in plain C++; `register.cpp` gives them to torch. Arrays are dense, the last dimension
+// next to each other. E is the type of weights, activations and the KV cache: bf16 or float.
+#pragma once
+
+#include "tile.h"
+
+namespace miniserve {
+
+// What is done with the product of a linear layer.
+enum class Epilogue {
+  kStore,     // out = y
+  kAdd,       // out += y; out is the residual stream
+  kSiluGate,  // out = silu(gate) x up, gate and up being alternate groups of 16 columns of y
+  kGeluGate,  // the same with the tanh form of GELU
+};
+
+// Input rows: [num_rows][size] of float (the residual stream) or E. With `norm`, each row is first divided by its root
+// mean square and multiplied by norm [size].
+struct Rows {
+  const void* data;
+  bool is_float;
+  int64_t count, size;
+  const float* norm;  // may be null
+  float eps;
+};
+
+// A packed matrix [columns][size]: panels of 32 columns, each [chunks of 32 k]. Both are padded to multiples of 32.
+template <class E>
+struct Weight {
+  const E* data;
+  int64_t columns, size;
+  const float* bias;  // [columns], padded like data; may be null
+};
+
+struct Output {
+  void* data;  // [num_rows][columns], half as many columns for a gate
+  bool is_float;
+  Epilogue epilogue;
+};
+
+template <class E>
+void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads);
+
+// `weight` [columns][size] into the layout of `Weight`, padded with zeros.
+template <class E>
+void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_threads);
+
+// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float.
+template <class E>
+void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float* out, int num_threads);
+
+// The heads of one layer, and what is done to queries and keys before attention.
+struct Heads {
+  int64_t num_heads, num_kv_heads, head_dim;
+  const float* rope;  // [positions][2][rotary_dim], cos and sin; null: no rotation
+  int64_t rotary_dim;
+  const float *q_norm, *k_norm;  // [head_dim], may be null
+  float eps;
+  float scale;     // of the scores
+  float soft_cap;  // 0: none; else scores become soft_cap tanh(score / soft_cap)
+  int64_t window;  // 0: none; else a query sees this many tokens, its own included
+};
+
+// Where the tokens of one step live. Request i has the new tokens query_start[i] to query_start[i + 1].
+struct Step {
+  int64_t num_tokens, num_requests, max_blocks;
+  const int32_t* query_start;   // [num_requests + 1]
+  const int32_t* seq_lens;      // [num_requests], new tokens included
+  const int64_t* block_tables;  // [num_requests][max_blocks]
+};
+
+// Normalises and rotates queries and keys in place, writes keys and values to the cache, and attends.
+//
+// qkv [num_tokens][q | k | v heads][head_dim]; cache [num_blocks][block_size / 32][keys, values][num_kv_heads] of 32
+// tokens each (see attention.cpp); out [num_tokens][num_heads][head_dim].
+template <class E>
+void attention(E* qkv, const Heads& heads, const Step& step, E* cache, int64_t block_size, E* out, int num_threads);
+
+// Elements that the keys, or the values, of 32 tokens of one head take in the cache.
+inline int64_t cache_tile_size(int64_t head_dim) { return (head_dim + kChunk - 1) / kChunk * kChunkSize; }
+
+// The first largest of each row of logits [num_rows][size], and its index. A row with NaN has the value NaN.
+void largest_of_rows(const float* logits, int64_t num_rows, int64_t size, int64_t stride, int64_t* ids, float* values,
+                     int num_threads);
+
+}  // namespace miniserve

@@ -1,0 +1,225 @@
+// The operators' names and schemas in torch, and the checks between tensors and the plain C++ of `kernels.h`.
+//
+// One library a build; each build has a namespace of its own (MINISERVE_NAMESPACE), so that several can be loaded.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "kernels.h"
+
+namespace miniserve {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
+
+void check(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dims) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, ": expected ", torch::headeronly::toString(dtype), ", got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+  STD_TORCH_CHECK(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got ", tensor.dim());
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": expected to be contiguous");
+}
+
+const float* optional_floats(const std::optional<Tensor>& tensor, const char* name, int64_t size) {
+  if (!tensor) return nullptr;
+  check(*tensor, name, ScalarType::Float, 1);
+  STD_TORCH_CHECK(tensor->size(0) == size, name, ": expected ", size, " values, got ", tensor->size(0));
+  return static_cast<const float*>(tensor->data_ptr());
+}
+
+// Calls f with a null pointer to E: bf16 or float, as `dtype` says.
+template <class F>
+void for_dtype(ScalarType dtype, const char* name, F f) {
+  if (dtype == ScalarType::BFloat16) {
+    f(static_cast<bf16*>(nullptr));
+  } else {
+    STD_TORCH_CHECK(dtype == ScalarType::Float, name, ": expected bfloat16 or float32, got ",
+                    torch::headeronly::toString(dtype));
+    f(static_cast<float*>(nullptr));
+  }
+}
+
+Epilogue epilogue_of(const std::string& name) {
+  if (name == "store") return Epilogue::kStore;
+  if (name == "add") return Epilogue::kAdd;
+  if (name == "silu_gate") return Epilogue::kSiluGate;
+  STD_TORCH_CHECK(name == "gelu_gate", "epilogue: expected store, add, silu_gate or gelu_gate, got ", name);
+  return Epilogue::kGeluGate;
+}
+
+void check_packed(const Tensor& packed, int64_t columns, int64_t size) {
+  check(packed, "packed", packed.scalar_type(), 1);
+  const int64_t padded = (columns + kChunk - 1) / kChunk * kChunk * ((size + kChunk - 1) / kChunk * kChunk);
+  STD_TORCH_CHECK(packed.numel() >= padded, "packed: a matrix of ", columns, " by ", size, " takes ", padded,
+                  " elements, got ", packed.numel());
+}
+
+void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
+               const std::optional<Tensor>& norm, double eps, const std::string& epilogue, const Tensor& out) {
+  const ScalarType dtype = packed.scalar_type();
+  const bool is_float = x.scalar_type() == ScalarType::Float;
+  check(x, "x", is_float ? ScalarType::Float : dtype, 2);
+  const bool out_is_float = out.scalar_type() == ScalarType::Float;
+  check(out, "out", out_is_float ? ScalarType::Float : dtype, 2);
+  check_packed(packed, columns, x.size(1));
+  const Epilogue kind = epilogue_of(epilogue);
+  const bool gate = kind == Epilogue::kSiluGate || kind == Epilogue::kGeluGate;
+  STD_TORCH_CHECK(kind == Epilogue::kStore || out_is_float == (kind == Epilogue::kAdd || dtype == ScalarType::Float),
+                  "out: expected float32 to add to, and the weight's dtype behind a gate");
+  STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == (gate ? columns / 2 : columns), "out: of ", out.size(0),
+                  " by ", out.size(1), ", which does not fit ", x.size(0), " rows and ", columns, " columns");
+  const int64_t padded_columns = (columns + kChunk - 1) / kChunk * kChunk;
+  const float* bias_data = optional_floats(bias, "bias", padded_columns);
+  const Rows rows{x.data_ptr(), is_float, x.size(0), x.size(1), optional_floats(norm, "norm", x.size(1)),
+                  static_cast<float>(eps)};
+  for_dtype(dtype, "packed", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
+    linear(rows, weight, Output{out.data_ptr(), out_is_float, kind}, num_threads());
+  });
+}
+
+void pack_op(const Tensor& weight, const Tensor& packed) {
+  check(weight, "weight", packed.scalar_type(), 2);
+  check_packed(packed, weight.size(0), weight.size(1));
+  for_dtype(weight.scalar_type(), "weight", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    pack(static_cast<const E*>(weight.data_ptr()), weight.size(0), weight.size(1), static_cast<E*>(packed.data_ptr()),
+         num_threads());
+  });
+}
+
+void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, const Tensor& out) {
+  check(ids, "ids", ScalarType::Long, 1);
+  check(out, "out", ScalarType::Float, 2);
+  check_packed(packed, columns, out.size(1));
+  STD_TORCH_CHECK(out.size(0) == ids.size(0), "out: has ", out.size(0), " rows for ", ids.size(0), " ids");
+  const auto* data = static_cast<const int64_t*>(ids.data_ptr());
+  for (int64_t i = 0; i < ids.size(0); i++) {
+    STD_TORCH_CHECK(data[i] >= 0 && data[i] < columns, "ids: ", data[i], " is not below ", columns);
+  }
+  for_dtype(packed.scalar_type(), "packed", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    unpack_columns(static_cast<const E*>(packed.data_ptr()), out.size(1), data, ids.size(0),
+                   static_cast<float*>(out.data_ptr()), num_threads());
+  });
+}
+
+Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_tables, int64_t num_tokens,
+             int64_t num_blocks, int64_t block_size) {
+  check(query_start, "query_start", ScalarType::Int, 1);
+  check(seq_lens, "seq_lens", ScalarType::Int, 1);
+  check(block_tables, "block_tables", ScalarType::Long, 2);
+  const Step step{num_tokens,
+                  seq_lens.size(0),
+                  block_tables.size(1),
+                  static_cast<const int32_t*>(query_start.data_ptr()),
+                  static_cast<const int32_t*>(seq_lens.data_ptr()),
+                  static_cast<const int64_t*>(block_tables.data_ptr())};
+  STD_TORCH_CHECK(query_start.size(0) == step.num_requests + 1 && block_tables.size(0) == step.num_requests,
+                  "query_start and block_tables do not fit ", step.num_requests, " requests");
+  STD_TORCH_CHECK(step.query_start[0] == 0 && step.query_start[step.num_requests] == num_tokens,
+                  "query_start must go from 0 to ", num_tokens);
+  for (int64_t i = 0; i < step.num_requests; i++) {
+    const int64_t num_new = step.query_start[i + 1] - step.query_start[i];
+    STD_TORCH_CHECK(num_new >= 0 && num_new <= step.seq_lens[i], "request ", i, ": ", num_new, " new tokens of ",
+                    step.seq_lens[i]);
+    const int64_t used = (step.seq_lens[i] + block_size - 1) / block_size;
+    STD_TORCH_CHECK(used <= step.max_blocks, "request ", i, ": ", used, " blocks in a table of ", step.max_blocks);
+    for (int64_t b = 0; b < used; b++) {
+      const int64_t block = step.block_tables[i * step.max_blocks + b];
+      STD_TORCH_CHECK(block >= 0 && block < num_blocks, "request ", i, ": block ", block, " of ", num_blocks);
+    }
+  }
+  return step;
+}
+
+void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<Tensor>& rope,
+                  const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps, double scale,
+                  double soft_cap, int64_t window, const Tensor& cache, const Tensor& query_start,
+                  const Tensor& seq_lens, const Tensor& block_tables, const Tensor& out) {
+  const ScalarType dtype = qkv.scalar_type();
+  check(qkv, "qkv", dtype, 3);
+  check(out, "out", dtype, 3);
+  check(cache, "cache", dtype, 5);
+  const int64_t num_heads = qkv.size(1) - 2 * num_kv_heads, head_dim = qkv.size(2);
+  STD_TORCH_CHECK(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " query heads for ",
+                  num_kv_heads, " key heads");
+  STD_TORCH_CHECK(head_dim <= 512, "head_dim: at most 512, got ", head_dim);
+  STD_TORCH_CHECK(out.size(0) == qkv.size(0) && out.size(1) == num_heads && out.size(2) == head_dim,
+                  "out does not fit qkv");
+  STD_TORCH_CHECK(cache.size(1) > 0 && cache.size(2) == 2 && cache.size(3) == num_kv_heads &&
+                      cache.size(4) == cache_tile_size(head_dim),
+                  "cache does not fit ", num_kv_heads, " heads of ", head_dim);
+  const int64_t block_size = cache.size(1) * kChunk;
+  const Step step = step_of(query_start, seq_lens, block_tables, qkv.size(0), cache.size(0), block_size);
+  Heads heads{};
+  heads.num_heads = num_heads;
+  heads.num_kv_heads = num_kv_heads;
+  heads.head_dim = head_dim;
+  if (rope) {
+    check(*rope, "rope", ScalarType::Float, 3);
+    heads.rope = static_cast<const float*>(rope->data_ptr());
+    heads.rotary_dim = rope->size(2);
+    STD_TORCH_CHECK(rope->size(1) == 2 && heads.rotary_dim <= head_dim && heads.rotary_dim % 2 == 0,
+                    "rope: expected [positions, 2, rotary_dim]");
+    for (int64_t i = 0; i < step.num_requests; i++) {
+      STD_TORCH_CHECK(step.seq_lens[i] <= rope->size(0), "request ", i, ": ", step.seq_lens[i], " tokens, but ",
+                      rope->size(0), " positions");
+    }
+  }
+  heads.q_norm = optional_floats(q_norm, "q_norm", head_dim);
+  heads.k_norm = optional_floats(k_norm, "k_norm", head_dim);
+  heads.eps = static_cast<float>(eps);
+  heads.scale = static_cast<float>(scale);
+  heads.soft_cap = static_cast<float>(soft_cap);
+  heads.window = window;
+  for_dtype(dtype, "qkv", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    attention(static_cast<E*>(qkv.data_ptr()), heads, step, static_cast<E*>(cache.data_ptr()), block_size,
+              static_cast<E*>(out.data_ptr()), num_threads());
+  });
+}
+
+void largest_of_rows_op(const Tensor& logits, const Tensor& ids, const Tensor& values) {
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2 && logits.stride(1) == 1,
+                  "logits: expected float32 [num_rows, size], each row next to each other");
+  check(ids, "ids", ScalarType::Long, 1);
+  check(values, "values", ScalarType::Float, 1);
+  STD_TORCH_CHECK(ids.size(0) == logits.size(0) && values.size(0) == logits.size(0) && logits.size(1) > 0,
+                  "ids and values do not fit ", logits.size(0), " rows");
+  largest_of_rows(static_cast<const float*>(logits.data_ptr()), logits.size(0), logits.size(1), logits.stride(0),
+                  static_cast<int64_t*>(ids.data_ptr()), static_cast<float*>(values.data_ptr()), num_threads());
+}
+
+}  // namespace
+
+// The macros take their first argument as it is written; this one lets the namespace's macro be replaced before.
+#define MINISERVE_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define MINISERVE_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
+  library.def(
+      "linear(Tensor x, Tensor packed, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
+      "Tensor(a!) out) -> ()");
+  library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
+  library.def("unpack_columns(Tensor packed, int columns, Tensor ids, Tensor(a!) out) -> ()");
+  library.def(
+      "attention(Tensor(a!) qkv, int num_kv_heads, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float eps, "
+      "float scale, float soft_cap, int window, Tensor(b!) cache, Tensor query_start, Tensor seq_lens, "
+      "Tensor block_tables, Tensor(c!) out) -> ()");
+  library.def("largest_of_rows(Tensor logits, Tensor(a!) ids, Tensor(b!) values) -> ()");
+}
+
+MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
+  library.impl("linear", TORCH_BOX(&linear_op));
+  library.impl("pack", TORCH_BOX(&pack_op));
+  library.impl("unpack_columns", TORCH_BOX(&unpack_columns_op));
+  library.impl("attention", TORCH_BOX(&attention_op));
+  library.impl("largest_of_rows", TORCH_BOX(&largest_of_rows_op));
+}
+
+}  // namespace miniserve

@@ -1,0 +1,245 @@
+// Sixteen floats: one AVX-512 register, two AVX2 registers, or an array that the compiler vectorises as it can.
+//
+// All arithmetic of the kernels that is not a matrix tile goes through this type, so each formula stands once. Sums are
+// in a fixed order: a result never depends on the instruction set's width or on how many rows are computed together.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace miniserve {
+
+constexpr int kLanes = 16;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline float to_float(float x) { return x; }
+
+// Rounded to the nearest, ties to even; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+  if (x != x) return {0x7fc0};
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline void set(float& target, float x) { target = x; }
+inline void set(bf16& target, float x) { target = to_bf16(x); }
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+};
+
+inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const bf16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, Vec a) {
+  const __m256bh rounded = _mm512_cvtneps_pbh(a.v);
+  std::memcpy(p, &rounded, sizeof rounded);
+}
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }  // a b + c
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT)}; }
+// a 2^n for whole n
+inline Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// The two bf16 of each 32-bit lane, as two vectors: even elements, odd elements.
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 lo, hi;
+};
+
+inline __m256 widen_bf16(const bf16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline __m256 widen_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline __m256i narrow_bf16(__m256 x) {  // the bf16 in the low half of each lane
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+}
+
+inline Vec broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Vec load(const bf16* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+inline Vec load(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
+inline void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(bf16* p, Vec a) {
+  const __m256i packed = _mm256_packus_epi32(narrow_bf16(a.lo), narrow_bf16(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline Vec round(Vec a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+inline __m256 scale_by_power(__m256 a, __m256 n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+inline Vec scale_by_power(Vec a, Vec n) { return {scale_by_power(a.lo, n.lo), scale_by_power(a.hi, n.hi)}; }
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(lo, upper)), _mm256_castsi256_ps(_mm256_and_si256(hi, upper))};
+}
+
+#else  // any processor
+
+struct Vec {
+  float v[kLanes];
+};
+
+template <class F>
+inline Vec each_lane(F f) {
+  Vec result;
+  for (int i = 0; i < kLanes; i++) result.v[i] = f(i);
+  return result;
+}
+
+inline Vec broadcast(float x) {
+  return each_lane([&](int) { return x; });
+}
+inline Vec load(const float* p) {
+  return each_lane([&](int i) { return p[i]; });
+}
+inline Vec load(const bf16* p) {
+  return each_lane([&](int i) { return to_float(p[i]); });
+}
+inline Vec load(const int8_t* p) {
+  return each_lane([&](int i) { return static_cast<float>(p[i]); });
+}
+template <class T>
+inline void store(T* p, const Vec& a) {
+  for (int i = 0; i < kLanes; i++) set(p[i], a.v[i]);
+}
+inline Vec operator+(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Vec operator-(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Vec operator*(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Vec operator/(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Vec max(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec min(const Vec& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec fma(const Vec& a, const Vec& b, const Vec& c) {  // two roundings where the processor has no fused form
+  return each_lane([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline Vec round(const Vec& a) {
+  return each_lane([&](int i) { return std::nearbyintf(a.v[i]); });
+}
+inline Vec scale_by_power(const Vec& a, const Vec& n) {
+  return each_lane([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
+}
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  even = each_lane([&](int i) { return to_float(p[2 * i]); });
+  odd = each_lane([&](int i) { return to_float(p[2 * i + 1]); });
+}
+
+#endif
+
+inline Vec zeros() { return broadcast(0.0f); }
+
+// Lanes are added as a tree of fixed shape.
+inline float sum(const Vec& a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+inline float largest(const Vec& a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  float result = lanes[0];
+  for (int i = 1; i < kLanes; i++) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+// 2^x for x in [-126, 127], by a polynomial for the fractional part (relative error below 2e-7).
+inline Vec exp2(Vec x) {
+  const Vec whole = round(x);
+  const Vec t = x - whole;  // in [-0.5, 0.5]
+  Vec p = broadcast(1.54035304e-4f);
+  p = fma(p, t, broadcast(1.33335581e-3f));  // the coefficients of e^(t ln 2)
+  p = fma(p, t, broadcast(9.61812911e-3f));
+  p = fma(p, t, broadcast(5.55041087e-2f));
+  p = fma(p, t, broadcast(2.40226507e-1f));
+  p = fma(p, t, broadcast(6.93147181e-1f));
+  p = fma(p, t, broadcast(1.0f));
+  return scale_by_power(p, whole);
+}
+
+inline Vec exp(Vec x) {
+  const Vec bounded = max(broadcast(-87.0f), min(broadcast(87.0f), x));  // in this order NaN stays NaN
+  return exp2(bounded * broadcast(1.44269504f));
+}
+
+inline Vec silu(Vec x) { return x / (broadcast(1.0f) + exp(zeros() - x)); }
+
+inline Vec tanh(Vec x) {
+  const Vec e = exp(x + x);
+  return broadcast(1.0f) - broadcast(2.0f) / (e + broadcast(1.0f));
+}
+
+}  // namespace miniserve

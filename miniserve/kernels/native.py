@@ -1,0 +1,233 @@
+"""The compiled operators, as Python calls them: matrices in the kernels' layout, and attention over a paged cache.
+
+The operators are in `torch.ops.miniserve_<instruction set>_<key>`, their checks in `csrc/register.cpp`, and each has a
+twin in `reference`. They work on dense CPU tensors of fp32 or bf16, release the interpreter lock, and run on torch's
+threads. A result never depends on what else is computed in the same call.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What the kernels' layouts are made of: 32 by 32 elements.
+CHUNK = 32
+MAX_HEAD_DIM = 512
+DTYPES = (torch.float32, torch.bfloat16)
+# The kernels fetch weights this far ahead, which must not leave the allocation.
+_FETCHED_AHEAD_BYTES = 8192
+_HUGE_PAGE_BYTES = 2**21
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm in front of a product: weight fp32 [size], and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What is done to queries and keys before attention.
+
+    Attributes:
+        rope: fp32 [max_positions, 2, rotary_dim], cos and signed sin of each position; None leaves heads unrotated.
+        q_norm, k_norm: fp32 [head_dim], weights of the RMSNorm of each head; None for none.
+        eps: of both norms.
+    """
+
+    rope: Tensor | None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """Where a step's tokens live: see `AttnMetadata`, whose tensors these are."""
+
+    query_start_loc: Tensor  # int32 [num_reqs + 1]
+    seq_lens: Tensor  # int32 [num_reqs]
+    block_tables: Tensor  # int64 [num_reqs, max_blocks]
+
+
+class NativeKernels:
+    """The operators of one compiled library, for `instruction_set`. Loaded once in a process."""
+
+    def __init__(self, instruction_set: str, path: Path, namespace: str) -> None:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        self.instruction_set = instruction_set
+        ops = getattr(torch.ops, namespace)
+        # Looked up once: a call takes a few microseconds, and a step makes hundreds.
+        self.linear: Any = ops.linear.default
+        self.pack: Any = ops.pack.default
+        self.unpack_columns: Any = ops.unpack_columns.default
+        self.attention: Any = ops.attention.default
+        self._largest_of_rows: Any = ops.largest_of_rows.default
+        _register_fakes(namespace)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        num_kv_heads: int,
+        transform: HeadTransform,
+        cache: Tensor,
+        step: PagedStep,
+        *,
+        scale: float,
+        soft_cap: float = 0.0,
+        window: int = 0,
+    ) -> Tensor:
+        """Normalise and rotate heads, write keys and values to the cache, and attend causally.
+
+        Args:
+            qkv: [num_tokens, q | k | v heads, head_dim]; queries and keys are transformed in place.
+            num_kv_heads: how many of the heads are keys, and how many values.
+            transform: what is done to queries and keys.
+            cache: of shape `cache_shape`, in the dtype of `qkv`, written in place.
+            step: where the tokens live.
+            scale: of the scores.
+            soft_cap: scores become soft_cap x tanh(score / soft_cap); 0 for none.
+            window: tokens that a query sees, its own included; 0 for all.
+
+        Returns:
+            [num_tokens, num_heads, head_dim].
+        """
+        out = qkv.new_empty((qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]))
+        self.attention(
+            qkv,
+            num_kv_heads,
+            transform.rope,
+            transform.q_norm,
+            transform.k_norm,
+            transform.eps,
+            scale,
+            soft_cap,
+            window,
+            cache,
+            step.query_start_loc,
+            step.seq_lens,
+            step.block_tables,
+            out,
+        )
+        return out
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of fp32 logits [num_rows, size], the first largest: ids int64 and values fp32, each [num_rows].
+
+        The value of a row with NaN is NaN.
+        """
+        ids = torch.empty(len(logits), dtype=torch.int64)
+        values = torch.empty(len(logits), dtype=torch.float32)
+        self._largest_of_rows(logits, ids, values)
+        return ids, values
+
+
+class PackedMatrix:
+    """A matrix in the kernels' layout, with the bias and the products that a transformer needs.
+
+    Made of weight [out_features, in_features], fp32 or bf16, and bias [out_features] or None. With `gate`, the rows are
+    those of two matrices of the same size, gate and up, one after the other.
+    """
+
+    def __init__(
+        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None = None, *, gate: bool = False
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        if gate:
+            weight = _interleave(weight)
+            bias = None if bias is None else _interleave(bias)
+        self._kernels = kernels
+        columns = _round_up(weight.shape[0])
+        self._packed = _huge_pages(columns * _round_up(self.in_features), weight.dtype)
+        kernels.pack(weight.contiguous(), self._packed)
+        self._bias = None if bias is None else _padded(bias.float(), columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrix."""
+        return self._packed.nbytes
+
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """norm(x) W^T + b. x: [num_rows, in_features], fp32 or the weight's dtype -> [num_rows, out_features]."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
+        self._run(x, norm, "store", out)
+        return out
+
+    def logits(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """The same in fp32, not rounded to the weight's dtype."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
+        self._run(x, norm, "store", out)
+        return out
+
+    def add_to_(self, residual: Tensor, x: Tensor) -> None:
+        """residual += x W^T + b, with residual fp32 [num_rows, out_features]."""
+        self._run(x, None, "add", residual)
+
+    def silu_gate(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """silu(gate) x up of a matrix made with `gate` -> [num_rows, out_features / 2]."""
+        out = torch.empty((x.shape[0], self.out_features // 2), dtype=self.dtype)
+        self._run(x, norm, "silu_gate", out)
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [n] of the plain matrix, as fp32 [n, in_features]."""
+        out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
+        self._kernels.unpack_columns(self._packed, self.out_features, ids, out)
+        return out
+
+    def _run(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        self._kernels.linear(x, self._packed, self.out_features, self._bias, weight, eps, epilogue, out)
+
+
+def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/attention.cpp`."""
+    return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * _round_up(head_dim))
+
+
+def _interleave(rows: Tensor) -> Tensor:
+    """Groups of 16 rows of the first and the second half of `rows`, in turn; padded with zeros to whole groups."""
+    half = CHUNK // 2
+    parts = [_padded(part, _round_up(len(part), half)) for part in rows.chunk(2)]
+    groups = [part.view(-1, half, *part.shape[1:]) for part in parts]
+    return torch.stack(groups, dim=1).flatten(0, 2)
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """`rows` with zeros behind it, up to `length`."""
+    return torch.cat((rows, rows.new_zeros(length - len(rows), *rows.shape[1:])))
+
+
+def _round_up(size: int, multiple: int = CHUNK) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """[num_elements + some] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
+    num_bytes = num_elements * dtype.itemsize + _FETCHED_AHEAD_BYTES
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
+    length = _round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes].view(dtype)
+
+
+def _register_fakes(namespace: str) -> None:
+    """For tracing: each operator only writes to what it is given, so its fake does nothing."""
+    for name in ("linear", "pack", "unpack_columns", "attention", "largest_of_rows"):
+        torch.library.register_fake(f"{namespace}::{name}", _nothing)
+
+
+def _nothing(*_args: object) -> None:
+    return None

@@ -1,0 +1,71 @@
+"""What the compiled operators compute, in plain PyTorch: their twins, for tests and for whoever reads.
+
+The layers do not call these: where there are no kernels they use what PyTorch is fastest at. Everything is computed in
+fp32 and rounded to the result's dtype once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from miniserve.kernels.native import Norm
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) x weight (Zhang and Sennrich, 2019), over the last dimension, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+    """norm(x) W^T + b in fp32; the left side is rounded to the weight's dtype before, as the kernels do."""
+    left = x if norm is None else rms_norm(x, norm)
+    return F.linear(left.to(weight.dtype).float(), weight.float(), None if bias is None else bias.float())
+
+
+def silu_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+    """silu(gate) x up (Shazeer, 2020), with `weight` and `bias` of gate | up rows."""
+    gate, up = linear(x, weight, bias, norm).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def transform_heads(heads: Tensor, norm: Norm | None, rope: Tensor | None, positions: Tensor) -> Tensor:
+    """heads [num_tokens, num_heads, head_dim], normalised and rotated: see `HeadTransform`. In their dtype."""
+    x = heads.float() if norm is None else rms_norm(heads, norm)
+    if rope is not None:
+        rotary_dim = rope.shape[2]
+        cos, sin = rope[positions].unsqueeze(2).unbind(dim=1)  # [num_tokens, 1, rotary_dim]
+        part = x[..., :rotary_dim]
+        x = torch.cat((part * cos + part.roll(rotary_dim // 2, dims=-1) * sin, x[..., rotary_dim:]), dim=-1)
+    return x.to(heads.dtype)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, soft_cap: float = 0.0, window: int = 0
+) -> Tensor:
+    """Causal attention of a request's last tokens over the whole of it, in fp32.
+
+    Args:
+        query: [num_new_tokens, num_heads, head_dim].
+        keys, values: [seq_len, num_kv_heads, head_dim], each head shared by a group of query heads.
+        scale, soft_cap, window: see `NativeKernels.attend`.
+    """
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    last = torch.arange(len(keys) - len(query), len(keys))[:, None]
+    key = torch.arange(len(keys))
+    visible = (key <= last) & (key > last - window if window else True)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(dim=-1), values)
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, the id and the value of the first largest; NaN where the row has NaN."""
+    best = logits.max(dim=-1)
+    return best.indices, best.values

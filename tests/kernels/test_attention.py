@@ -1,0 +1,286 @@
+"""Paged attention against its twin; and that a token's result is its own, however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miniserve.kernels.native import NativeKernels
+from tests.kernels.paged import Pool, Requests, Span, make_requests
+
+LENGTHS = (1, 5, 32, 33, 70, 300)  # a block more or less, and more than the 256 keys of a softmax span
+# A prompt, one decode, a chunk, a long one's decode and a chunk across the span, in one step.
+CONTEXT = (0, 4, 0, 20, 69, 250)
+
+
+def check(kernels: NativeKernels, requests: Requests) -> None:
+    """All contexts in one step, then the rest in one that mixes prompts, chunks and decodes."""
+    pool = Pool(kernels, requests)
+    lengths = [len(heads) for heads in requests.heads]
+    contexts = [(request, 0, context) for request, context in enumerate(CONTEXT[: len(lengths)]) if context]
+    rest = [(request, context, length) for request, (context, length) in enumerate(zip(CONTEXT, lengths, strict=False))]
+    for spans in (contexts, rest):
+        for (request, start, end), output in zip(spans, pool.attend(*spans), strict=True):
+            assert_close(output, requests.expected(request)[start:end])
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, fp32_tolerance: float = 2e-5) -> None:
+    """In bf16, probabilities and results are rounded."""
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else fp32_tolerance
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 4, 8), (6, 2, 64), (3, 1, 80), (16, 1, 128), (17, 1, 32), (2, 2, 256), (2, 1, 512), (8, 2, 33)],
+)
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_heads(
+    kernels: NativeKernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    shape: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    rotary_dim = head_dim // 2 * 2
+    check(kernels, make_requests(LENGTHS, dtype=dtype, block_size=block_size, rotary_dim=rotary_dim, **shape))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotary_dim": 0},
+        {"rotary_dim": 24},
+        {"rotary_dim": 2},
+        {"qk_norm": True},
+        {"qk_norm": True, "rotary_dim": 0},
+        {"soft_cap": 2.0},
+        {"soft_cap": 0.1, "qk_norm": True, "window": 20},
+        {"block_size": 96},
+    ],
+    ids=str,
+)
+def test_transforms_and_scores(kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check(kernels, make_requests(LENGTHS, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 34, 69, 70, 71, 255, 256, 257, 299, 300, 301, 1000])
+def test_windows(kernels: NativeKernels, dtype: torch.dtype, window: int) -> None:
+    """Lengths of 33, 70 and 300 are below, at, above and far beyond it."""
+    check(kernels, make_requests(LENGTHS, dtype=dtype, window=window))
+
+
+def test_a_window_changes_what_is_beyond_it_only(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    requests = make_requests([300], dtype=dtype)
+    [plain], [cut] = (Pool(kernels, r).attend((0, 0, 300)) for r in (requests, replace(requests, window=40)))
+    assert torch.equal(cut[:40], plain[:40])
+    assert (cut[40:] != plain[40:]).any(dim=-1).all()
+
+
+def test_large_scores(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """The softmax neither overflows nor forgets the largest key when it comes late, or in another span."""
+    requests = make_requests([300], dtype=dtype, rotary_dim=0)
+    [heads] = requests.heads
+    heads[:, :4] *= 30
+    heads[290, 4:6] *= 10
+    heads[10, 4:6] *= 10
+    [output] = Pool(kernels, requests).attend((0, 0, 300))
+    # Scores of some hundreds are themselves rounded to about 1e-5, which is then a relative error.
+    assert_close(output, requests.expected(0), fp32_tolerance=5e-4)
+
+
+def test_queries_and_keys_are_transformed_in_place(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """What the operator's schema says it writes; values stay as they are."""
+    requests = make_requests([9], dtype=dtype, qk_norm=True)
+    pool, heads = Pool(kernels, requests), requests.heads[0].clone()
+    kernels.attend(heads, 2, requests.transform, pool.cache, pool.step((0, 0, 9)), scale=0.1)
+    assert (heads[:, :6] != requests.heads[0][:, :6]).any(dim=-1).all()
+    assert torch.equal(heads[:, 6:], requests.heads[0][:, 6:])
+
+
+def test_only_the_tokens_slots_are_written(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    requests = make_requests(LENGTHS, dtype=dtype)
+    pool = Pool(kernels, requests)
+    pool.attend(*((request, 0, context) for request, context in enumerate(CONTEXT) if context))
+    before = pool.cache.clone()
+    spans: list[Span] = [(request, CONTEXT[request], length) for request, length in enumerate(LENGTHS)]
+    pool.attend(*spans)
+    num_tokens = sum(end - start for _, start, end in spans)
+    assert int((pool.cache != before).sum()) == num_tokens * 2 * requests.num_kv_heads * requests.head_dim
+    owned = {int(block) for block in pool.tables.flatten() if block}
+    others = [block for block in range(len(pool.cache)) if block not in owned]
+    assert torch.equal(pool.cache[others], before[others])
+
+
+@pytest.mark.parametrize(
+    "spans", [[], [(0, 3, 3)], [(0, 0, 0), (1, 0, 5)]], ids=["no-request", "no-token", "one-empty"]
+)
+def test_nothing_to_compute(kernels: NativeKernels, dtype: torch.dtype, spans: list[Span]) -> None:
+    requests = make_requests([3, 5], dtype=dtype)
+    pool = Pool(kernels, requests)
+    step = replace(
+        pool.step(*spans), block_tables=pool.tables[: len(spans)] if not spans else pool.step(*spans).block_tables
+    )
+    heads = torch.cat([requests.heads[r][start:end] for r, start, end in spans] or [requests.heads[0][:0]])
+    output = kernels.attend(heads, 2, requests.transform, pool.cache, step, scale=0.125)
+    assert len(output) == sum(end - start for _, start, end in spans)
+
+
+# --- a token is computed by itself ---
+
+
+def whole(kernels: NativeKernels, requests: Requests) -> list[Tensor]:
+    """Each request alone, in one step."""
+    return [Pool(kernels, requests).attend((r, 0, len(heads)))[0] for r, heads in enumerate(requests.heads)]
+
+
+def in_chunks(kernels: NativeKernels, requests: Requests, size: int) -> list[Tensor]:
+    """All requests together, up to `size` tokens of each a step."""
+    pool = Pool(kernels, requests, seed=size)
+    lengths = [len(heads) for heads in requests.heads]
+    outputs: list[list[Tensor]] = [[] for _ in lengths]
+    for start in range(0, max(lengths), size):
+        spans = [(r, start, min(start + size, length)) for r, length in enumerate(lengths) if start < length]
+        for (request, *_), output in zip(spans, pool.attend(*spans), strict=True):
+            outputs[request].append(output)
+    return [torch.cat(parts) for parts in outputs]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 40, "soft_cap": 5.0, "qk_norm": True, "rotary_dim": 24},
+    {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "block_size": 64},
+    {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16},
+]
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all", "gqa", "mqa"])
+def test_the_same_whole_or_in_chunks_alone_or_together(
+    kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Bit for bit, on any number of threads: what makes an answer independent of the scheduler."""
+    requests = make_requests(LENGTHS, dtype=dtype, **options)
+    torch.set_num_threads(1)
+    expected = whole(kernels, requests)
+    for threads, size in ((1, 300), (2, 300), (1, 64), (2, 33), (3, 100)):
+        torch.set_num_threads(threads)
+        for one, alone in zip(in_chunks(kernels, requests, size), expected, strict=True):
+            assert torch.equal(one, alone), (threads, size)
+
+
+def test_token_by_token(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    requests = make_requests([70, 41], dtype=dtype)
+    for one, alone in zip(in_chunks(kernels, requests, 1), whole(kernels, requests), strict=True):
+        assert torch.equal(one, alone)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_nan_reaches_who_sees_it_and_nobody_else(
+    kernels: NativeKernels, dtype: torch.dtype, part: str, soft_cap: float
+) -> None:
+    """Token 37 of one request is broken. Before a token, NaN must not be seen either, as chunks would show."""
+    requests = make_requests([50, 60], dtype=dtype, soft_cap=soft_cap)
+    clean = whole(kernels, requests)
+    requests.heads[0][37, {"query": 0, "key": 4, "value": 6}[part], 3] = nan
+    pool = Pool(kernels, requests)
+    before, _ = pool.attend((0, 0, 37), (1, 0, 10))
+    broken, other = pool.attend((0, 37, 50), (1, 10, 60))
+    assert torch.equal(before, clean[0][:37]) and torch.equal(other, clean[1][10:])
+    if part == "query":
+        assert broken[0, 0].isnan().all()
+        assert torch.equal(broken[1:], clean[0][38:]) and torch.equal(broken[0, 1:], clean[0][37, 1:])
+    else:
+        seen = broken[:, :2] if part == "key" else broken[:, :2, 3]  # the two query heads of the key head
+        assert seen.isnan().all()
+        assert torch.equal(broken[:, 2:], clean[0][37:, 2:])
+
+
+# --- what is refused, and tracing ---
+
+
+def arguments() -> dict[str, Any]:
+    """A decode and a prompt: 8 tokens, 4 query and 2 key heads of 16, 5 blocks of 32."""
+    return {
+        "qkv": torch.zeros(8, 8, 16),
+        "num_kv_heads": 2,
+        "rope": torch.zeros(64, 2, 16),
+        "q_norm": torch.ones(16),
+        "k_norm": torch.ones(16),
+        "eps": 1e-6,
+        "scale": 0.25,
+        "soft_cap": 0.0,
+        "window": 0,
+        "cache": torch.zeros(5, 1, 2, 2, 1024),
+        "query_start": torch.tensor([0, 1, 8], dtype=torch.int32),
+        "seq_lens": torch.tensor([40, 7], dtype=torch.int32),
+        "block_tables": torch.tensor([[1, 4], [3, 0]]),
+        "out": torch.zeros(8, 4, 16),
+    }
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "qkv-dtype": ("qkv", {name: arguments()[name].half() for name in ("qkv", "cache", "out")}),
+    "qkv-dims": ("qkv", {"qkv": torch.zeros(8, 128)}),
+    "qkv-strides": ("qkv", {"qkv": torch.zeros(8, 16, 8).mT}),
+    "no-key-heads": ("key heads", {"num_kv_heads": 0}),
+    "negative-key-heads": ("key heads", {"num_kv_heads": -1}),
+    "no-query-heads": ("query heads", {"num_kv_heads": 4}),
+    "uneven-groups": ("query heads", {"num_kv_heads": 3}),
+    "huge-heads": ("head_dim", {"qkv": torch.zeros(8, 8, 544), "out": torch.zeros(8, 4, 544)}),
+    "rope-dtype": ("rope", {"rope": torch.zeros(64, 2, 16).bfloat16()}),
+    "rope-dims": ("rope", {"rope": torch.zeros(64, 32)}),
+    "rope-odd": ("rope", {"rope": torch.zeros(64, 2, 15)}),
+    "rope-wide": ("rope", {"rope": torch.zeros(64, 2, 18)}),
+    "rope-short": ("request 0: 40 tokens, but 39 positions", {"rope": torch.zeros(39, 2, 16)}),
+    "q_norm-size": ("q_norm", {"q_norm": torch.ones(8)}),
+    "k_norm-dtype": ("k_norm", {"k_norm": torch.ones(16).bfloat16()}),
+    "cache-dtype": ("cache", {"cache": torch.zeros(5, 1, 2, 2, 1024).bfloat16()}),
+    "cache-heads": ("cache", {"cache": torch.zeros(5, 1, 2, 1, 1024)}),
+    "cache-head-dim": ("cache", {"cache": torch.zeros(5, 1, 2, 2, 2048)}),
+    "cache-strides": ("cache", {"cache": torch.zeros(5, 1, 2, 1024, 2).mT}),
+    "cache-of-plain-layout": ("cache", {"cache": torch.zeros(5, 32, 4, 16)}),
+    "cache-of-empty-blocks": ("cache", {"cache": torch.zeros(5, 0, 2, 2, 1024)}),
+    "query_start-dtype": ("query_start", {"query_start": torch.tensor([0, 1, 8])}),
+    "query_start-size": ("query_start", {"query_start": int32(0, 8)}),
+    "query_start-empty": ("query_start", {"query_start": int32()}),
+    "query_start-begin": ("query_start", {"query_start": int32(1, 2, 8)}),
+    "query_start-end": ("query_start", {"query_start": int32(0, 1, 9)}),
+    "query_start-falls": ("request 0: -1 new tokens", {"query_start": int32(0, -1, 8)}),
+    "seq_lens-dtype": ("seq_lens", {"seq_lens": torch.tensor([40, 7])}),
+    "seq_lens-size": ("query_start", {"seq_lens": int32(40, 7, 7)}),
+    "seq_lens-short": ("request 1: 7 new tokens of 6", {"seq_lens": int32(40, 6)}),
+    "seq_lens-negative": ("request 1: 7 new tokens of -7", {"seq_lens": int32(40, -7)}),
+    "seq_lens-long": ("request 0: 3 blocks in a table of 2", {"seq_lens": int32(65, 7), "rope": None}),
+    "block_tables-dtype": ("block_tables", {"block_tables": int32(1, 4, 3, 0).view(2, 2)}),
+    "block_tables-rows": ("block_tables", {"block_tables": torch.tensor([[1, 4]])}),
+    "block-beyond": ("request 0: block 5 of 5", {"block_tables": torch.tensor([[1, 5], [3, 0]])}),
+    "block-negative": ("request 1: block -1 of 5", {"block_tables": torch.tensor([[1, 4], [-1, 0]])}),
+    "out-shape": ("out", {"out": torch.zeros(8, 8, 16)}),
+    "out-dtype": ("out", {"out": torch.zeros(8, 4, 16).bfloat16()}),
+}
+
+
+@pytest.mark.parametrize(("named", "changes"), WRONG.values(), ids=WRONG)
+def test_what_is_refused(kernels: NativeKernels, named: str, changes: dict[str, Any]) -> None:
+    kernels.attention(*arguments().values())
+    with pytest.raises(RuntimeError, match=named):
+        kernels.attention(*{**arguments(), **changes}.values())
+
+
+def test_a_padded_table_is_not_looked_at_beyond_the_sequence(kernels: NativeKernels) -> None:
+    kernels.attention(*{**arguments(), "block_tables": torch.tensor([[1, 4, -7], [3, 999, 999]])}.values())
+
+
+def test_tracing(kernels: NativeKernels) -> None:
+    """The schema says what is written, and the fake runs where there is no data."""
+    changes = {"qkv": torch.randn(8, 8, 16), "rope": torch.randn(64, 2, 16)}
+    values = tuple({**arguments(), **changes}.values())
+    torch.library.opcheck(kernels.attention, values, test_utils=("test_schema", "test_faketensor"))

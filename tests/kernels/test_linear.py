@@ -1,0 +1,299 @@
+"""Products against their twins, and that a row's result is its own: alone, among others, on any number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from miniserve.kernels import reference
+from miniserve.kernels.native import NativeKernels, Norm, PackedMatrix
+
+# (in_features, out_features): whole chunks, none, less than one, more than one.
+SIZES = [(64, 96), (33, 45), (100, 80), (7, 5), (160, 17)]
+ROWS = [0, 1, 3, 16, 17, 33, 64, 100]
+with_sizes = pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+with_norm = pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+with_bias = pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A matrix, and rows for it: fp32 where a norm stands in front, as the residual stream is."""
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm | None
+    x: Tensor
+
+    def matrix(self, kernels: NativeKernels, *, gate: bool = False) -> PackedMatrix:
+        return PackedMatrix(kernels, self.weight, self.bias, gate=gate)
+
+
+def make_case(
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    *,
+    with_norm: bool = False,
+    with_bias: bool = False,
+    num_rows: int = max(ROWS),
+) -> Case:
+    generator = torch.Generator().manual_seed(in_features)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return Case(
+        weight=(randn(out_features, in_features) * in_features**-0.5).to(dtype),
+        bias=randn(out_features).to(dtype) if with_bias else None,
+        norm=Norm(1.0 + 0.3 * randn(in_features), 1e-5) if with_norm else None,
+        x=3.0 * randn(num_rows, in_features) if with_norm else randn(num_rows, in_features).to(dtype),
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor, case: Case) -> None:
+    """Sums of the same numbers in another order. After a norm, some of the left side are rounded to the other bf16."""
+    rounded = case.weight.dtype == torch.bfloat16
+    atol = 1e-2 if rounded and case.norm is not None else 1e-5
+    rtol = 2**-8 if actual.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual.float(), expected.to(torch.float32), atol=atol, rtol=rtol)
+
+
+@with_sizes
+@with_norm
+@with_bias
+def test_store_and_logits(
+    kernels: NativeKernels, dtype: torch.dtype, in_features: int, out_features: int, with_norm: bool, with_bias: bool
+) -> None:
+    case = make_case(in_features, out_features, dtype, with_norm=with_norm, with_bias=with_bias)
+    matrix = case.matrix(kernels)
+    for num_rows in ROWS:
+        x = case.x[:num_rows]
+        expected = reference.linear(x, case.weight, case.bias, case.norm)
+        stored, logits = matrix(x, case.norm), matrix.logits(x, case.norm)
+        assert (stored.shape, stored.dtype) == ((num_rows, out_features), dtype)
+        assert (logits.shape, logits.dtype) == ((num_rows, out_features), torch.float32)
+        assert_close(stored, expected, case)
+        assert_close(logits, expected, case)
+        assert torch.equal(logits.to(dtype), stored)
+
+
+@with_sizes
+@with_bias
+def test_add(kernels: NativeKernels, dtype: torch.dtype, in_features: int, out_features: int, with_bias: bool) -> None:
+    """A stride that is wrong would write into a neighbour's row: sizes that are no multiple of a tile show it."""
+    case = make_case(in_features, out_features, dtype, with_bias=with_bias)
+    matrix = case.matrix(kernels)
+    for num_rows in ROWS:
+        before = torch.randn(num_rows, out_features, generator=torch.Generator().manual_seed(1))
+        residual = before.clone()
+        matrix.add_to_(residual, case.x[:num_rows])
+        assert_close(residual, before + reference.linear(case.x[:num_rows], case.weight, case.bias), case)
+        assert torch.equal(residual, before + matrix.logits(case.x[:num_rows]))
+
+
+@pytest.mark.parametrize(("in_features", "half"), [(64, 96), (33, 40), (100, 17), (7, 5), (40, 33)])
+@with_norm
+@with_bias
+def test_silu_gate(
+    kernels: NativeKernels, dtype: torch.dtype, in_features: int, half: int, with_norm: bool, with_bias: bool
+) -> None:
+    case = make_case(in_features, 2 * half, dtype, with_norm=with_norm, with_bias=with_bias)
+    matrix = case.matrix(kernels, gate=True)
+    for num_rows in ROWS:
+        x = case.x[:num_rows]
+        gated = matrix.silu_gate(x, case.norm)
+        assert (gated.shape, gated.dtype) == ((num_rows, half), dtype)
+        assert_close(gated, reference.silu_gate(x, case.weight, case.bias, case.norm), case)
+
+
+def test_silu_gate_far_from_zero(kernels: NativeKernels) -> None:
+    """exp neither overflows nor underflows into something else: silu(x) is x on the right, and 0 on the left."""
+    x = torch.tensor([[-1e4], [-100.0], [-20.0], [0.0], [20.0], [100.0], [1e4]])
+    matrix = PackedMatrix(kernels, torch.ones(2, 1), gate=True)
+    expected = torch.nn.functional.silu(x) * x
+    torch.testing.assert_close(matrix.silu_gate(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fp32_input_of_a_bf16_matrix_needs_no_norm(kernels: NativeKernels) -> None:
+    case = make_case(64, 48, torch.bfloat16, num_rows=5)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    assert_close(case.matrix(kernels).logits(x), reference.linear(x, case.weight), case)
+
+
+def test_norm_of_bf16_rows(kernels: NativeKernels) -> None:
+    case = make_case(100, 48, torch.bfloat16, with_norm=True, num_rows=20)
+    x = case.x.bfloat16()
+    assert_close(case.matrix(kernels).logits(x, case.norm), reference.linear(x, case.weight, None, case.norm), case)
+
+
+def test_eps_counts_where_the_input_is_small(kernels: NativeKernels) -> None:
+    norm = Norm(torch.ones(8), 1e-2)
+    x = torch.full((1, 8), 1e-3)
+    expected = torch.full((1, 8), 1e-3 / (1e-6 + 1e-2) ** 0.5)
+    torch.testing.assert_close(PackedMatrix(kernels, torch.eye(8)).logits(x, norm), expected)
+    assert torch.equal(PackedMatrix(kernels, torch.eye(8)).logits(torch.zeros(1, 8), norm), torch.zeros(1, 8))
+
+
+@with_sizes
+def test_rows_are_those_of_the_plain_matrix(
+    kernels: NativeKernels, dtype: torch.dtype, in_features: int, out_features: int
+) -> None:
+    case = make_case(in_features, out_features, dtype)
+    matrix = case.matrix(kernels)
+    ids = torch.randint(0, out_features, (50,), generator=torch.Generator().manual_seed(0))
+    ids[:3] = torch.tensor([0, out_features - 1, 0])
+    for chosen in (ids, ids[:1], ids[:0], torch.arange(out_features)):
+        assert torch.equal(matrix.rows(chosen), case.weight[chosen].float())
+
+
+def test_a_matrix_that_is_not_contiguous(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    weight = make_case(40, 60, dtype).weight.T
+    assert torch.equal(PackedMatrix(kernels, weight).rows(torch.arange(40)), weight.float())
+
+
+def test_memory_is_that_of_the_matrix(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """In whole chunks, and what is fetched ahead: one copy, not two."""
+    plain = 256 * 320 * dtype.itemsize
+    matrix = PackedMatrix(kernels, torch.zeros(256, 320, dtype=dtype))
+    assert plain <= matrix.num_bytes < 1.2 * plain
+
+
+# --- a row is computed by itself ---
+
+
+def every_product(case: Case, kernels: NativeKernels, x: Tensor) -> list[Tensor]:
+    """What each product gives for rows `x`, a row each."""
+    residual = torch.ones(len(x), case.weight.shape[0])
+    case.matrix(kernels).add_to_(residual, x)
+    plain, gated = case.matrix(kernels), case.matrix(kernels, gate=True)
+    return [plain(x, case.norm), plain.logits(x, case.norm), gated.silu_gate(x, case.norm), residual]
+
+
+@pytest.mark.usefixtures("threads_restored")
+@with_norm
+def test_a_row_is_the_same_alone_and_among_any_number(
+    kernels: NativeKernels, dtype: torch.dtype, with_norm: bool
+) -> None:
+    """Bit for bit, on one thread and on more: what makes an answer the same alone and in a batch."""
+    case = make_case(100, 90, dtype, with_norm=with_norm, with_bias=True)
+    torch.set_num_threads(1)
+    whole = every_product(case, kernels, case.x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (
+            slice(0, 100),
+            slice(0, 1),
+            slice(41, 42),
+            slice(7, 10),
+            slice(20, 36),
+            slice(3, 20),
+            slice(30, 95),
+        ):
+            for one, all_rows in zip(every_product(case, kernels, case.x[rows].clone()), whole, strict=True):
+                assert torch.equal(one, all_rows[rows]), (threads, rows)
+
+
+@with_norm
+def test_nan_stays_in_its_row_and_does_not_get_lost(
+    kernels: NativeKernels, dtype: torch.dtype, with_norm: bool
+) -> None:
+    case = make_case(100, 90, dtype, with_norm=with_norm, num_rows=40)
+    clean = every_product(case, kernels, case.x)
+    x = case.x.clone()
+    x[5, 99], x[20, 0], x[39, 50] = nan, nan, nan
+    broken = torch.zeros(40, dtype=torch.bool)
+    broken[[5, 20, 39]] = True
+    for after, before in zip(every_product(case, kernels, x), clean, strict=True):
+        assert after[broken].isnan().all()
+        assert torch.equal(after[~broken], before[~broken])
+
+
+# --- what is refused, and tracing ---
+
+PACKED = torch.zeros(96 * 64)  # 80 columns of 50
+X, OUT = torch.zeros(3, 50), torch.zeros(3, 80)
+WRONG: dict[str, tuple[str, dict[str, object]]] = {
+    "x-dtype": ("x", {"x": X.double()}),
+    "x-half": ("x", {"x": X.half()}),
+    "x-dims": ("x", {"x": torch.zeros(50)}),
+    "x-strides": ("x", {"x": torch.zeros(50, 3).T}),
+    "x-size": ("packed", {"x": torch.zeros(3, 65)}),
+    "packed-small": ("packed", {"packed": PACKED[:-1]}),
+    "packed-dtype": ("packed", {"packed": PACKED.half()}),
+    "packed-dims": ("packed", {"packed": PACKED.view(96, 64)}),
+    "columns": ("packed", {"columns": 97}),
+    "bias-size": ("bias", {"bias": torch.zeros(80)}),
+    "bias-dtype": ("bias", {"bias": torch.zeros(96).bfloat16()}),
+    "norm-size": ("norm", {"norm": torch.ones(49)}),
+    "norm-dtype": ("norm", {"norm": torch.ones(50).bfloat16()}),
+    "epilogue": ("epilogue", {"epilogue": "relu"}),
+    "out-rows": ("out", {"out": torch.zeros(2, 80)}),
+    "out-columns": ("out", {"out": torch.zeros(3, 79)}),
+    "out-of-a-gate": ("out", {"epilogue": "silu_gate"}),
+    "out-dtype": ("out", {"out": OUT.half()}),
+    "out-strides": ("out", {"out": torch.zeros(80, 3).T}),
+}
+
+
+@pytest.mark.parametrize(("named", "changes"), WRONG.values(), ids=WRONG)
+def test_what_linear_refuses(kernels: NativeKernels, named: str, changes: dict[str, object]) -> None:
+    right: dict[str, object] = {
+        "x": X,
+        "packed": PACKED,
+        "columns": 80,
+        "bias": None,
+        "norm": None,
+        "eps": 0.0,
+        "epilogue": "store",
+        "out": OUT,
+    }
+    kernels.linear(*right.values())
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels.linear(*{**right, **changes}.values())
+
+
+@pytest.mark.parametrize(
+    ("named", "weight", "packed"),
+    [
+        ("weight", torch.zeros(80), PACKED),
+        ("weight", torch.zeros(80, 50).bfloat16(), PACKED),
+        ("weight", torch.zeros(50, 80).T, PACKED),
+        ("packed", torch.zeros(97, 50), PACKED),
+    ],
+)
+def test_what_pack_refuses(kernels: NativeKernels, named: str, weight: Tensor, packed: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels.pack(weight, packed)
+
+
+@pytest.mark.parametrize(
+    ("named", "ids", "out"),
+    [
+        ("ids", torch.tensor([80]), torch.zeros(1, 50)),
+        ("ids", torch.tensor([0, -1]), torch.zeros(2, 50)),
+        ("ids", torch.tensor([0], dtype=torch.int32), torch.zeros(1, 50)),
+        ("out", torch.tensor([0]), torch.zeros(2, 50)),
+        ("out", torch.tensor([0]), torch.zeros(1, 50).bfloat16()),
+        ("packed", torch.tensor([0]), torch.zeros(1, 65)),
+    ],
+)
+def test_what_unpack_refuses(kernels: NativeKernels, named: str, ids: Tensor, out: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels.unpack_columns(PACKED, 80, ids, out)
+
+
+def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """The schemas say what is written, and the fakes run where there is no data."""
+    case = make_case(50, 80, dtype, num_rows=3)
+    packed = torch.zeros(96 * 64, dtype=dtype)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernels.pack, (case.weight, packed), test_utils=checks)
+    linear = (case.x, packed, 80, None, None, 0.0, "store", torch.zeros(3, 80))
+    torch.library.opcheck(kernels.linear, linear, test_utils=checks)
+    unpack = (packed, 80, torch.tensor([3, 7]), torch.zeros(2, 50))
+    torch.library.opcheck(kernels.unpack_columns, unpack, test_utils=checks)

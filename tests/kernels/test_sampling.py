@@ -1,0 +1,87 @@
+"""The largest of each row: the first of equals, and NaN wherever it stands."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+import torch
+
+from miniserve.kernels import reference
+from miniserve.kernels.native import NativeKernels
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 1024, 1025, 5003])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7])
+def test_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:
+    logits = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size))
+    for actual, expected in zip(kernels.largest(logits), reference.largest(logits), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("first", [0, 1, 15, 16, 1023, 1024, 2047, 2048, 2060])
+def test_the_first_of_equals(kernels: NativeKernels, first: int) -> None:
+    logits = torch.randn(2, 2061, generator=torch.Generator().manual_seed(0))
+    logits[:, [first, *range(first, 2061, 7)]] = 9.0
+    ids, values = kernels.largest(logits)
+    assert (ids.tolist(), values.tolist()) == ([first] * 2, [9.0] * 2)
+
+
+def test_equal_rows(kernels: NativeKernels) -> None:
+    logits = torch.tensor([[-0.0, 0.0] * 20, [0.0, -0.0] * 20, [-3.0] * 40])
+    assert kernels.largest(logits)[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 1030, 1999])
+def test_nan_anywhere(kernels: NativeKernels, place: int) -> None:
+    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
+    expected = reference.largest(logits)
+    logits[1, place] = nan
+    ids, values = kernels.largest(logits)
+    assert values[1].isnan() and 0 <= ids[1] < 2000
+    assert torch.equal(ids[[0, 2]], expected[0][[0, 2]]) and torch.equal(values[[0, 2]], expected[1][[0, 2]])
+
+
+def test_infinities(kernels: NativeKernels) -> None:
+    logits = torch.full((3, 2000), -inf)
+    logits[1, 1500] = -1e30
+    logits[2, 1999] = inf
+    ids, values = kernels.largest(logits)
+    assert (ids.tolist(), values.tolist()) == ([0, 1500, 1999], [-inf, -torch.tensor(1e30).item(), inf])
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_rows_of_a_padded_vocabulary(kernels: NativeKernels) -> None:
+    """What stands behind the row is not looked at; rows are shared among threads."""
+    whole = torch.full((9, 300), 100.0)
+    logits = whole[:, 20:279]
+    logits.copy_(torch.randn(9, 259, generator=torch.Generator().manual_seed(0)))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for actual, expected in zip(kernels.largest(logits), reference.largest(logits), strict=True):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("named", "logits", "ids", "values"),
+    [
+        ("logits", torch.zeros(2, 5).bfloat16(), torch.zeros(2).long(), torch.zeros(2)),
+        ("logits", torch.zeros(5), torch.zeros(1).long(), torch.zeros(1)),
+        ("logits", torch.zeros(5, 2).T, torch.zeros(2).long(), torch.zeros(2)),
+        ("ids", torch.zeros(2, 5), torch.zeros(2).int(), torch.zeros(2)),
+        ("ids", torch.zeros(2, 5), torch.zeros(1).long(), torch.zeros(2)),
+        ("ids", torch.zeros(2, 0), torch.zeros(2).long(), torch.zeros(2)),
+        ("values", torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2).double()),
+        ("values", torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(3)),
+    ],
+)
+def test_what_is_refused(
+    kernels: NativeKernels, named: str, logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels._largest_of_rows(logits, ids, values)
+
+
+def test_tracing(kernels: NativeKernels) -> None:
+    arguments = (torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2))
+    torch.library.opcheck(kernels._largest_of_rows, arguments, test_utils=("test_schema", "test_faketensor"))
