@@ -21,6 +21,7 @@ DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
 DEVICES = ("auto", "mps", "cuda", "cpu")
 ATTENTION_BACKENDS = ("auto", "native", "sdpa", "torch", "flash_attn")
 KERNELS = ("auto", "native", "torch")
+QUANTIZATIONS = ("none", "int8")
 # What the native attention likes best; elsewhere smaller blocks share more.
 NATIVE_BLOCK_SIZE = 32
 DEFAULT_BLOCK_SIZE = 16
@@ -122,6 +123,11 @@ class EngineConfig:
         "there is a compiler",
         choices=KERNELS,
     )
+    quantization: str = _flag(
+        "none",
+        "int8 keeps the weights as int8, a scale for each row, and computes in bf16; native kernels only",
+        choices=QUANTIZATIONS,
+    )
     attention_backend: str = _flag(
         "auto", "native, sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
     )
@@ -134,6 +140,7 @@ class EngineConfig:
         for name in ("generation_config", "load_format", "device", "dtype", "kernels", "attention_backend"):
             _check_choice(self, name)
         _check_choice(self, "scheduling_policy")
+        _check_choice(self, "quantization")
         _check_at_least(self, "max_model_len", 2)
         _check_at_least(self, "max_num_seqs", 1)
         _check_at_least(self, "max_num_batched_tokens", 1)
@@ -218,6 +225,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     block_size: int
     kernels: str
+    quantization: str
     attention_backend: str
     prefix_caching: bool
     seed: int | None
@@ -258,6 +266,7 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
         max_num_batched_tokens=asked.max_num_batched_tokens,
         block_size=asked.block_size or (NATIVE_BLOCK_SIZE if may_be_native else DEFAULT_BLOCK_SIZE),
         kernels=asked.kernels,
+        quantization=asked.quantization,
         attention_backend=asked.attention_backend,
         prefix_caching=asked.prefix_caching,
         seed=asked.seed,

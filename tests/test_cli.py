@@ -100,6 +100,7 @@ BAD_ENGINE_FLAGS = {
     "num_kv_blocks": ["1", "x"],
     "block_size": ["0", "16.0"],
     "kernels": ["fast", ""],
+    "quantization": ["fp4", ""],
     "attention_backend": ["flash"],
     "prefix_caching": [],
     "cuda_graphs": [],

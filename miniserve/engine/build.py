@@ -165,11 +165,14 @@ def _summary(
     answers: str,
 ) -> tuple[str, ...]:
     config = checkpoint.config
+    weights = (
+        resolved.dtype if resolved.quantization == "none" else f"{resolved.dtype} (weights {resolved.quantization})"
+    )
     taken = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
     return (
         f"model {checkpoint.name}: {config.family}, {runner.num_parameters / 1e6:.1f} M parameters, "
         f"context {resolved.max_model_len} tokens",
-        f"device {resolved.device}, {resolved.dtype}, kernels {runner.kernels_name}, attention {runner.backend_name}, "
+        f"device {resolved.device}, {weights}, kernels {runner.kernels_name}, attention {runner.backend_name}, "
         f"threads {resolved.threads}",
         f"KV cache: {runner.num_kv_blocks} blocks x {resolved.block_size} tokens = {kv.capacity_tokens} tokens "
         f"({runner.kv_bytes / 1e9:.2f} GB)",

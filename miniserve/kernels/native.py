@@ -133,11 +133,18 @@ class PackedMatrix:
     """A matrix in the kernels' layout, with the bias and the products that a transformer needs.
 
     Made of weight [out_features, in_features], fp32 or bf16, and bias [out_features] or None. With `gate`, the rows are
-    those of two matrices of the same size, gate and up, one after the other.
+    those of two matrices of the same size, gate and up, one after the other. With `int8`, a bf16 weight is kept as int8
+    with a scale for each row; what it is multiplied with stays bf16.
     """
 
     def __init__(
-        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None = None, *, gate: bool = False
+        self,
+        kernels: NativeKernels,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gate: bool = False,
+        int8: bool = False,
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
@@ -146,6 +153,10 @@ class PackedMatrix:
             bias = None if bias is None else _interleave(bias)
         self._kernels = kernels
         columns = _round_up(weight.shape[0])
+        self._scales: Tensor | None = None
+        if int8:
+            weight, scales = quantise_rows(weight)
+            self._scales = _padded(scales, columns)
         self._packed = _huge_pages(columns * _round_up(self.in_features), weight.dtype)
         kernels.pack(weight.contiguous(), self._packed)
         self._bias = None if bias is None else _padded(bias.float(), columns)
@@ -180,12 +191,22 @@ class PackedMatrix:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [n] of the plain matrix, as fp32 [n, in_features]."""
         out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
-        self._kernels.unpack_columns(self._packed, self.out_features, ids, out)
+        self._kernels.unpack_columns(self._packed, self._scales, self.out_features, ids, out)
         return out
 
     def _run(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        self._kernels.linear(x, self._packed, self.out_features, self._bias, weight, eps, epilogue, out)
+        self._kernels.linear(x, self._packed, self._scales, self.out_features, self._bias, weight, eps, epilogue, out)
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [num_rows, size] and fp32 scales [num_rows]: each row is its scale times what is stored, to the nearest.
+
+    The largest element of a row becomes 127; no row needs an offset, since weights lie around 0.
+    """
+    rows = weight.float()
+    scales = rows.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (rows / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

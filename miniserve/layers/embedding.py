@@ -43,10 +43,10 @@ class TokenMatrix(nn.Module):
         assert self.weight is not None
         return output_logits(norm(hidden, self.dtype), self.weight)
 
-    def pack(self, kernels: NativeKernels | None) -> None:
+    def pack(self, kernels: NativeKernels | None, *, int8: bool = False) -> None:
         """Swap the loaded matrix for the kernels' layout; without kernels it stays plain."""
         if kernels is not None and self.weight is not None:
-            self._native = PackedMatrix(kernels, self.weight.data)
+            self._native = PackedMatrix(kernels, self.weight.data, int8=int8)
             self.weight = None
 
 

@@ -55,13 +55,16 @@ class Linear(nn.Module):
         else:
             residual += self._product(x)
 
-    def pack(self, kernels: NativeKernels | None = None) -> None:
-        """Swap the loaded weight for the layout that is fastest: the kernels', else oneDNN's, else as it is."""
+    def pack(self, kernels: NativeKernels | None = None, *, int8: bool = False) -> None:
+        """Swap the loaded weight for the layout that is fastest: the kernels', else oneDNN's, else as it is.
+
+        The kernels can keep it as int8.
+        """
         if self.weight is None:
             return
         if kernels is not None:
             bias = None if self.bias is None else self.bias.data
-            self._native = PackedMatrix(kernels, self.weight.data, bias, gate=self._is_gate)
+            self._native = PackedMatrix(kernels, self.weight.data, bias, gate=self._is_gate, int8=int8)
             self.weight = None
         elif can_pack(self.weight):
             self._pack_for_onednn(self.weight.data)

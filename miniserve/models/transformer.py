@@ -90,11 +90,11 @@ class Transformer(nn.Module):
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
         return (self.embed if self.head is None else self.head).logits(hidden, self.norm)
 
-    def pack(self, kernels: NativeKernels | None = None) -> None:
+    def pack(self, kernels: NativeKernels | None = None, *, int8: bool = False) -> None:
         """After loading: give each matrix the layout that is fastest, one after the other, in place of the plain one.
 
         An embedding that is no head as well stays plain: it is only looked up.
         """
         for module in self.modules():
             if isinstance(module, Linear) or module is (self.head or self.embed):
-                module.pack(kernels)
+                module.pack(kernels, int8=int8)

@@ -12,6 +12,7 @@ from miniserve.attention.base import AttentionBackend
 from miniserve.attention.native import cannot_serve
 from miniserve.attention.select import select_backend
 from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
+from miniserve.errors import ConfigError
 from miniserve.kernels.load import KernelChoice, load_kernels
 from miniserve.kernels.native import DTYPES, NativeKernels
 from miniserve.models.checkpoint import Checkpoint
@@ -58,7 +59,7 @@ def build_runner(
     Raises:
         ModelLoadError: the weights cannot be read or trusted.
         KernelBuildError: native kernels were asked for and cannot be had.
-        ConfigError: there is no memory for the KV cache.
+        ConfigError: there is no memory for the KV cache, or no kernels for the quantization.
     """
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
@@ -69,7 +70,7 @@ def build_runner(
         init_dummy_weights(model, seed=resolved.seed or 0)
     else:
         load_weights(model, checkpoint, on_tensor=on_tensor)
-    model.pack(native.kernels)
+    model.pack(native.kernels, int8=resolved.quantization == "int8")
     backend, reason = _backend(resolved, checkpoint.config, native.kernels)
     bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
     num_blocks = num_kv_blocks(
@@ -101,13 +102,32 @@ def build_runner(
 def _kernels(
     resolved: ResolvedConfig, dtype: torch.dtype, instruction_sets: tuple[str, ...], on_build: Callable[[str], None]
 ) -> KernelChoice:
-    """The native kernels, where they serve this device and dtype."""
+    """The native kernels, where they serve this device and dtype.
+
+    Raises:
+        ConfigError: the quantization needs them, and cannot have them.
+    """
     if resolved.device == "cpu" and dtype in DTYPES:
-        return load_kernels(resolved.kernels, instruction_sets, progress=on_build)
-    if resolved.kernels != "native":
-        return KernelChoice(None)
-    cause = f"the device is {resolved.device}" if resolved.device != "cpu" else f"they have no {resolved.dtype}"
-    return KernelChoice(None, f"native kernels are passed over: {cause}")
+        choice = load_kernels(resolved.kernels, instruction_sets, progress=on_build)
+    elif resolved.kernels != "native":
+        choice = KernelChoice(None)
+    else:
+        cause = f"the device is {resolved.device}" if resolved.device != "cpu" else f"they have no {resolved.dtype}"
+        choice = KernelChoice(None, f"native kernels are passed over: {cause}")
+    if resolved.quantization != "none":
+        _check_quantization(resolved, choice)
+    return choice
+
+
+def _check_quantization(resolved: ResolvedConfig, choice: KernelChoice) -> None:
+    """Weights that were asked to be small are never silently large."""
+    flag = f"--quantization {resolved.quantization}"
+    if resolved.device != "cpu":
+        raise ConfigError(f"{flag} is for CPUs, and the device is {resolved.device}: leave it out, or add --device cpu")
+    if resolved.dtype != "bfloat16":
+        raise ConfigError(f"{flag} computes in bf16, and the dtype is {resolved.dtype}: add --dtype bfloat16")
+    if choice.kernels is None:
+        raise ConfigError(f"{flag} needs the native kernels: {choice.reason or 'leave --kernels torch out'}")
 
 
 def _backend(

@@ -230,6 +230,7 @@ def build_scripted(
             max_num_batched_tokens=asked.max_num_batched_tokens,
             block_size=block_size,
             kernels="torch",
+            quantization="none",
             attention_backend="auto",
             prefix_caching=asked.prefix_caching,
             seed=asked.seed,

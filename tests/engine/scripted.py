@@ -235,6 +235,7 @@ def make_parts(script: Script = MappingProxyType({}), **options: Any) -> EngineP
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         block_size=BLOCK_SIZE,
         kernels="torch",
+        quantization="none",
         attention_backend="auto",
         prefix_caching=True,
         seed=None,

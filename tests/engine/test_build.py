@@ -88,6 +88,25 @@ def test_a_dtype_that_the_kernels_do_not_have(folder: Path) -> None:
     assert parts.backend_name == "sdpa"
 
 
+def test_int8_weights(folder: Path) -> None:
+    parts = build_engine(EngineConfig(model=str(folder), device="cpu", dtype="bf16", quantization="int8", threads=1))
+    assert any("device cpu, bfloat16 (weights int8), kernels native" in line for line in parts.summary)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dtype": "fp32"}, "computes in bf16, and the dtype is float32: add --dtype bfloat16"),
+        ({"dtype": "bf16", "kernels": "torch"}, "needs the native kernels: leave --kernels torch out"),
+    ],
+)
+def test_weights_that_should_be_small_are_not_silently_large(
+    folder: Path, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--quantization int8 {complaint}$"):
+        build_engine(EngineConfig(model=str(folder), device="cpu", quantization="int8", **options))
+
+
 def test_the_summary_says_how_the_model_answers(folder: Path, tmp_path: Path) -> None:
     assert "tools: generic (the template knows none); reasoning: none" in build(folder).summary
     path = tmp_path / "chat.jinja"

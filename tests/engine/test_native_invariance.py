@@ -38,16 +38,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "few-at-once": {"max_num_seqs": 3},
     "two-threads": {"threads": 2, "max_num_batched_tokens": 100},
 }
+Model = tuple[Path, str, str]
 Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[TokenLogprobs | None, ...] | None]
 
 
-@pytest.fixture(scope="module", params=[("llama", "fp32"), ("llama", "bf16"), ("qwen3", "bf16")], ids="-".join)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder and a dtype."""
-    family, dtype = request.param
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "fp32", "none"), ("llama", "bf16", "int8"), ("qwen3", "bf16", "none")],
+    ids="-".join,
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A folder, a dtype, and the weights' quantization."""
+    family, dtype, quantization = request.param
     folder = tmp_path_factory.mktemp(family)
     tiny_model(folder, family)
-    return folder, dtype
+    return folder, dtype, quantization
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: tuple[Path, str], prompts: list[list[int]]) -> list[RequestOutput]:
+def alone(model: Model, prompts: list[list[int]]) -> list[RequestOutput]:
     """Each prompt by itself, whole, with nothing cached."""
     llm = load(model, prefix_caching=False)
     assert llm.parts.backend_name == "native"
@@ -65,10 +70,10 @@ def alone(model: tuple[Path, str], prompts: list[list[int]]) -> list[RequestOutp
     return outputs
 
 
-def load(model: tuple[Path, str], **options: Any) -> LLM:
-    folder, dtype = model
+def load(model: Model, **options: Any) -> LLM:
+    folder, dtype, quantization = model
     fixed: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 128, "kernels": "native"}
-    return LLM(str(folder), **{"dtype": dtype, **fixed, **options})
+    return LLM(str(folder), **{"dtype": dtype, "quantization": quantization, **fixed, **options})
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:
@@ -78,7 +83,7 @@ def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_tokens_and_logprobs_are_bit_identical(
-    model: tuple[Path, str], prompts: list[list[int]], alone: list[RequestOutput], options: dict[str, Any]
+    model: Model, prompts: list[list[int]], alone: list[RequestOutput], options: dict[str, Any]
 ) -> None:
     """Eight mixed requests at once; sent twice, so that the second time prompts may be in the cache."""
     llm = load(model, **options)
@@ -93,7 +98,7 @@ def test_tokens_and_logprobs_are_bit_identical(
 
 
 def test_the_same_tokens_as_pytorchs_operators(
-    model: tuple[Path, str], prompts: list[list[int]], alone: list[RequestOutput]
+    model: Model, prompts: list[list[int]], alone: list[RequestOutput]
 ) -> None:
     """In fp32, where rounding does not decide: greedy or random, with penalties or without."""
     if model[1] != "fp32":
@@ -104,7 +109,7 @@ def test_the_same_tokens_as_pytorchs_operators(
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 64, 65])
-def test_lengths_around_whole_blocks(model: tuple[Path, str], length: int) -> None:
+def test_lengths_around_whole_blocks(model: Model, length: int) -> None:
     """The second time, all whole blocks but the last token hit; the answer is the one that computed them."""
     prompt = random_prompt(length, seed=100 + length)
     llm = load(model, max_num_batched_tokens=20)

@@ -25,11 +25,15 @@ struct Rows {
 };
 
 // A packed matrix [columns][size]: panels of 32 columns, each [chunks of 32 k]. Both are padded to multiples of 32.
+//
+// It is of E or, in the same layout, of int8; then each column of the matrix is its scale times what is stored.
 template <class E>
 struct Weight {
-  const E* data;
+  const E* data;             // null where it is of int8
+  const int8_t* quantised;   // null where it is of E
+  const float* scales;       // [columns] of int8, padded like the data
   int64_t columns, size;
-  const float* bias;  // [columns], padded like data; may be null
+  const float* bias;  // [columns], padded like the data; may be null
 };
 
 struct Output {
@@ -41,13 +45,14 @@ struct Output {
 template <class E>
 void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads);
 
-// `weight` [columns][size] into the layout of `Weight`, padded with zeros.
-template <class E>
-void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_threads);
+// `weight` [columns][size] into the layout of `Weight`, padded with zeros. Of int8, into that of bf16.
+template <class T>
+void pack(const T* weight, int64_t columns, int64_t size, T* packed, int num_threads);
 
-// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float.
-template <class E>
-void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float* out, int num_threads);
+// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float. Scales may be null.
+template <class T>
+void unpack_columns(const T* packed, const float* scales, int64_t size, const int64_t* ids, int64_t num_ids, float* out,
+                    int num_threads);
 
 // The heads of one layer, and what is done to queries and keys before attention.
 struct Heads {

@@ -42,6 +42,13 @@ void for_dtype(ScalarType dtype, const char* name, F f) {
   }
 }
 
+// Calls f with a null pointer to the type of a packed matrix: bf16, float or int8_t.
+template <class F>
+void for_packed_type(ScalarType dtype, F f) {
+  if (dtype == ScalarType::Char) return f(static_cast<int8_t*>(nullptr));
+  for_dtype(dtype, "packed", f);
+}
+
 Epilogue epilogue_of(const std::string& name) {
   if (name == "store") return Epilogue::kStore;
   if (name == "add") return Epilogue::kAdd;
@@ -57,9 +64,11 @@ void check_packed(const Tensor& packed, int64_t columns, int64_t size) {
                   " elements, got ", packed.numel());
 }
 
-void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& norm, double eps, const std::string& epilogue, const Tensor& out) {
-  const ScalarType dtype = packed.scalar_type();
+void linear_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& norm, double eps,
+               const std::string& epilogue, const Tensor& out) {
+  const bool quantised = packed.scalar_type() == ScalarType::Char;
+  const ScalarType dtype = quantised ? ScalarType::BFloat16 : packed.scalar_type();
   const bool is_float = x.scalar_type() == ScalarType::Float;
   check(x, "x", is_float ? ScalarType::Float : dtype, 2);
   const bool out_is_float = out.scalar_type() == ScalarType::Float;
@@ -73,11 +82,19 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
                   " by ", out.size(1), ", which does not fit ", x.size(0), " rows and ", columns, " columns");
   const int64_t padded_columns = (columns + kChunk - 1) / kChunk * kChunk;
   const float* bias_data = optional_floats(bias, "bias", padded_columns);
+  const float* scale_data = optional_floats(scales, "scales", padded_columns);
+  STD_TORCH_CHECK(quantised == scales.has_value(), "scales: expected with an int8 matrix, and only then");
   const Rows rows{x.data_ptr(), is_float, x.size(0), x.size(1), optional_floats(norm, "norm", x.size(1)),
                   static_cast<float>(eps)};
   for_dtype(dtype, "packed", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
+    const void* data = packed.data_ptr();
+    const Weight<E> weight{quantised ? nullptr : static_cast<const E*>(data),
+                           quantised ? static_cast<const int8_t*>(data) : nullptr,
+                           scale_data,
+                           columns,
+                           x.size(1),
+                           bias_data};
     linear(rows, weight, Output{out.data_ptr(), out_is_float, kind}, num_threads());
   });
 }
@@ -85,14 +102,15 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
 void pack_op(const Tensor& weight, const Tensor& packed) {
   check(weight, "weight", packed.scalar_type(), 2);
   check_packed(packed, weight.size(0), weight.size(1));
-  for_dtype(weight.scalar_type(), "weight", [&](auto* type) {
-    using E = std::remove_pointer_t<decltype(type)>;
-    pack(static_cast<const E*>(weight.data_ptr()), weight.size(0), weight.size(1), static_cast<E*>(packed.data_ptr()),
+  for_packed_type(weight.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    pack(static_cast<const T*>(weight.data_ptr()), weight.size(0), weight.size(1), static_cast<T*>(packed.data_ptr()),
          num_threads());
   });
 }
 
-void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, const Tensor& out) {
+void unpack_columns_op(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns, const Tensor& ids,
+                       const Tensor& out) {
   check(ids, "ids", ScalarType::Long, 1);
   check(out, "out", ScalarType::Float, 2);
   check_packed(packed, columns, out.size(1));
@@ -101,9 +119,10 @@ void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids,
   for (int64_t i = 0; i < ids.size(0); i++) {
     STD_TORCH_CHECK(data[i] >= 0 && data[i] < columns, "ids: ", data[i], " is not below ", columns);
   }
-  for_dtype(packed.scalar_type(), "packed", [&](auto* type) {
-    using E = std::remove_pointer_t<decltype(type)>;
-    unpack_columns(static_cast<const E*>(packed.data_ptr()), out.size(1), data, ids.size(0),
+  const float* scale_data = optional_floats(scales, "scales", (columns + kChunk - 1) / kChunk * kChunk);
+  for_packed_type(packed.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    unpack_columns(static_cast<const T*>(packed.data_ptr()), scale_data, out.size(1), data, ids.size(0),
                    static_cast<float*>(out.data_ptr()), num_threads());
   });
 }
@@ -203,10 +222,10 @@ void largest_of_rows_op(const Tensor& logits, const Tensor& ids, const Tensor& v
 
 MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
-      "linear(Tensor x, Tensor packed, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
+      "linear(Tensor x, Tensor packed, Tensor? scales, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
       "Tensor(a!) out) -> ()");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
-  library.def("unpack_columns(Tensor packed, int columns, Tensor ids, Tensor(a!) out) -> ()");
+  library.def("unpack_columns(Tensor packed, Tensor? scales, int columns, Tensor ids, Tensor(a!) out) -> ()");
   library.def(
       "attention(Tensor(a!) qkv, int num_kv_heads, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float eps, "
       "float scale, float soft_cap, int window, Tensor(b!) cache, Tensor query_start, Tensor seq_lens, "

@@ -22,6 +22,9 @@ constexpr int kChunkSize = kChunk * kChunk;
 inline int chunk_offset(const bf16*, int k, int column) {
   return (column / 16) * (kChunkSize / 2) + (k / 2) * 32 + (column % 16) * 2 + k % 2;
 }
+inline int chunk_offset(const int8_t*, int k, int column) {  // quantised weights are made bf16 before use
+  return chunk_offset(static_cast<const bf16*>(nullptr), k, column);
+}
 inline int chunk_offset(const float*, int k, int column) { return k * kChunk + column; }
 
 // Into the second-level cache. Harmless where there is no such address.

@@ -28,6 +28,7 @@ inline float to_float(bf16 x) {
 }
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 
 // Rounded to the nearest, ties to even; NaN stays NaN.
 inline bf16 to_bf16(float x) {
