@@ -41,6 +41,7 @@ _COMPLAINTS = {
     "too_long": "must have at most {max_length} entries",
 }
 _MAX_SHOWN = 80
+_MAX_DEPTH = 200  # the parser's
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -134,6 +135,10 @@ def _parse_object(body: bytes) -> dict[str, Any]:
         parsed = from_json(body)
     except ValueError as error:
         problem = str(error)
+        if problem.startswith("recursion limit"):
+            raise InvalidParameterError(
+                f"the body nests too deep: it may have {_MAX_DEPTH} lists and objects in each other; make it flatter"
+            ) from None
         if "escape" in problem or "surrogate" in problem:
             problem += "; the halves of a surrogate pair, \\ud800 to \\udfff, only make sense together"
         raise InvalidParameterError(f"the body is not valid JSON: {problem}") from None

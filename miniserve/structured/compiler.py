@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from miniserve.errors import InvalidParameterError, QueueFullError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
+from miniserve.structured.numbers import inexact_number
 from miniserve.structured.reasons import in_words
 from miniserve.structured.rehearsal import Rehearsal
 from miniserve.structured.shortest import unfinishable
@@ -159,6 +160,8 @@ class GrammarCompiler:
         if (cached := self._cache.get(asked)) is not None:
             return cached
         grammar = to_grammar(asked)
+        if reason := inexact_number(asked):
+            raise refused(asked, reason)
         with self._turn() as rehearsal:
             if (cached := self._cache.get(asked)) is not None:  # while this thread waited
                 return cached

@@ -21,11 +21,30 @@ _REASONS = tuple(
         (r"Unknown format: (.*)", r"the format '\1' is not known; leave it out, or use a pattern"),
         (r"Invalid type: (.*)", r"'\1' is no type of JSON Schema"),
         (r"invalid multiple of", "multipleOf must be a number greater than 0"),
+        (
+            r"'multipleOf' has too many digits",
+            "its multipleOf cannot be kept exactly; use an integer up to 4294967295, or a fraction of few digits such "
+            "as 0.25",
+        ),
+        (
+            r"Failed to generate regex for (integer|float) range",
+            "a minimum or maximum is too large, or has too many digits; use bounds from -9007199254740992 to "
+            "9007199254740992, or leave them out",
+        ),
+        (
+            r"Expected (?:[uf]64|positive integer) for '(\w+)', got (.{1,40})",
+            r"\1 is \2, which is too large or no integer; use another",
+        ),
         (r"Unsatisfiable schema: (.*)", r"no value is valid against it: \1"),
         (r"Pointer '(.*)' does not exist", r"it refers to '#\1', which is not there"),
+        (r"Anchor '(.*)' does not exist", r"it refers to '#\1', but no part of it has this $anchor"),
         (
             r"Resource '(?:json-schema:///)?(.*)' is not present",
             r"it refers to '\1', which is not part of it: put that into $defs",
+        ),
+        (
+            r"maximum number of nested parentheses",
+            "a regular expression nests too deep, or a number has too many digits; make it shorter",
         ),
         (r"look-around, including", "look-ahead and look-behind are not supported in regular expressions"),
         (r"lookarounds not supported yet", r"\\b and \\B, borders of words, are not supported in regular expressions"),
@@ -34,7 +53,7 @@ _REASONS = tuple(
             "a $ref that leads back to itself is not supported beside other keywords",
         ),
         (
-            r"[Tt]oo many items",
+            r"[Tt]oo many items|Current row has \d+ items",
             "too much may come next at one place: offer fewer alternatives there, or fewer properties that may be left "
             "out",
         ),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miniserve.sampling_params import StructuredOutput
+from miniserve.structured.sources import schemas_of
 
 _MAX_ROUNDS = 16  # a schema that takes more of them to settle is let through
 _MOST = 2**53  # as much as matters: numbers in a schema may have any length
-_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 
 
 def unfinishable(asked: StructuredOutput, *, longest_token: int, max_tokens: float) -> str:
@@ -27,21 +26,10 @@ def unfinishable(asked: StructuredOutput, *, longest_token: int, max_tokens: flo
         longest_token: bytes of the longest token.
     """
     try:
-        reasons = (_reason(_Shortest(schema, longest_token), max_tokens) for schema in _schemas(asked))
+        reasons = (_reason(_Shortest(schema, longest_token), max_tokens) for schema in schemas_of(asked))
         return next(filter(None, reasons), "")
     except RecursionError:
         return "it is nested too deeply"
-
-
-def _schemas(asked: StructuredOutput) -> Iterator[Any]:
-    if asked.kind == "json":
-        yield json.loads(asked.source)
-    if asked.kind == "grammar":
-        for start in _JSON_IN_LARK.finditer(asked.source):
-            try:
-                yield json.JSONDecoder().raw_decode(asked.source, start.end())[0]
-            except ValueError:  # within a literal
-                continue
 
 
 def _reason(shortest: _Shortest, max_tokens: float) -> str:
@@ -72,7 +60,8 @@ class _Shortest:
 
     def num_tokens(self) -> float:
         """Of the whole answer."""
-        targets = [(name, _target(name, self._root)) for name in self.references]
+        anchors = _anchors(self._root)
+        targets = [(name, anchors[name] if name in anchors else _target(name, self._root)) for name in self.references]
         for _ in range(_MAX_ROUNDS):
             before = dict(self.references)
             for name, target in targets:
@@ -132,21 +121,36 @@ class _Shortest:
 
 def _references(root: Any) -> Iterator[str]:
     """All that any part of a schema refers to."""
+    return (part["$ref"] for part in _objects(root) if isinstance(part.get("$ref"), str))
+
+
+def _anchors(root: Any) -> dict[str, Any]:
+    """What "#name" refers to, by that reference; None where several have the name, each in a document of its own."""
+    result: dict[str, Any] = {}
+    for part in _objects(root):
+        if isinstance(name := part.get("$anchor"), str):
+            result["#" + name] = None if "#" + name in result else part
+    return result
+
+
+def _objects(root: Any) -> Iterator[Mapping[str, Any]]:
+    """Each object in a JSON value."""
     waiting = [root]
     while waiting:
         value = waiting.pop()
         if isinstance(value, Mapping):
-            if isinstance(value.get("$ref"), str):
-                yield value["$ref"]
+            yield value
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
 
 
 def _target(reference: str, root: Any) -> Any:
-    """What a reference within the schema (RFC 6901) points at; None for all else."""
-    target = root if reference.startswith("#") else None
-    for part in reference.lstrip("#").split("/")[1:]:
+    """What a reference by place within the schema (RFC 6901) points at; None for all else."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target = root
+    for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, list):
             target = target[int(name)] if name.isdecimal() and int(name) < len(target) else None

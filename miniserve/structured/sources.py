@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher
@@ -23,6 +24,7 @@ _JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
     "json_allow_general_unicode_escapes": True,
 }
+_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 _BACKUS_NAUR = re.compile(r"^\s*<?[\w-]+>?\s*::=", re.MULTILINE)
 
 
@@ -54,6 +56,22 @@ def to_grammar(asked: StructuredOutput) -> str:
                     '"start: ..." is the first rule, with ":" in place of "::="',
                 )
             return LLMatcher.grammar_from_lark(asked.source)
+
+
+def schemas_of(asked: StructuredOutput) -> Iterator[Any]:
+    """The JSON schemas that an answer is held to: that of JSON, and those within a grammar.
+
+    Raises:
+        RecursionError: one within a grammar nests too deep to be read.
+    """
+    if asked.kind == "json":
+        yield json.loads(asked.source)
+    if asked.kind == "grammar":
+        for start in _JSON_IN_LARK.finditer(asked.source):
+            try:
+                yield json.JSONDecoder().raw_decode(asked.source, start.end())[0]
+            except ValueError:  # within a literal
+                continue
 
 
 def refused(asked: StructuredOutput, reason: str) -> InvalidParameterError:

@@ -82,6 +82,7 @@ def check_schema(schema: Any, where: str, param: str) -> None:
         InvalidParameterError: of `param`; the message names the keyword at fault.
     """
     check_depth(schema, where, param)
+    anchors = frozenset(_anchors(schema))
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         path, value = waiting.pop()
@@ -91,7 +92,7 @@ def check_schema(schema: Any, where: str, param: str) -> None:
             demand = f"must be an object or a boolean, got {shown_json(value)}"
             raise _malformed(path or "it", demand, where, param)
         for keyword, given in value.items():
-            if (fault := _fault(keyword, given, schema)) is not None:
+            if (fault := _fault(keyword, given, schema, anchors)) is not None:
                 raise _malformed(_join(path, keyword), fault, where, param)
             waiting += _subschemas(_join(path, keyword), keyword, given)
 
@@ -125,14 +126,30 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _fault(keyword: str, given: Any, root: Any) -> str | None:
+def _fault(keyword: str, given: Any, root: Any, anchors: frozenset[str]) -> str | None:
     """What is wrong with the value of a keyword; its subschemas are looked at in their turn."""
     demand = _DEMANDS.get(keyword)
     if demand is not None and not demand.is_met(given):
         return f"{demand.words}, got {shown_json(given)}"
-    if keyword == "$ref" and not _leads_somewhere(given, root):
-        return f"is {shown_json(given)}, but there is nothing at this place of the schema"
+    if keyword != "$ref" or given == "#":
+        return None
+    if given.startswith("#/"):
+        if not _leads_somewhere(given, root):
+            return f"is {shown_json(given)}, but there is nothing at this place of the schema"
+    elif given.startswith("#") and given not in anchors:
+        return f'is {shown_json(given)}, but no part of the schema has this "$anchor"; "#/$defs/name" refers by place'
     return None
+
+
+def _anchors(schema: Any) -> Iterator[str]:
+    """All that "#name" may refer to, "#" included. Older drafts had it as the id."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        waiting += _children(value)
+        if isinstance(value, Mapping):
+            yield from (f"#{value[key]}" for key in ("$anchor", "$dynamicAnchor") if isinstance(value.get(key), str))
+            yield from (value[key] for key in ("$id", "id") if isinstance(value.get(key), str))
 
 
 def _subschemas(path: str, keyword: str, given: Any) -> Iterator[tuple[str, Any]]:
@@ -146,9 +163,7 @@ def _subschemas(path: str, keyword: str, given: Any) -> Iterator[tuple[str, Any]
 
 
 def _leads_somewhere(reference: str, root: Any) -> bool:
-    """Whether a reference within the schema (RFC 6901) points at something. Others are for the grammar to refuse."""
-    if not reference.startswith("#/"):
-        return True
+    """Whether a reference by place within the schema (RFC 6901) points at something."""
     target = root
     for part in unquote(reference[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")

@@ -88,6 +88,18 @@ def test_deep_nesting_in_an_ignored_field(scripted: Server, path: str, field: st
     check_error(scripted.post_raw(path, body), 400, "invalid_value")
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_nesting_is_bounded_and_said(scripted: Server, path: str) -> None:
+    """Bug: such a body was said to be no valid JSON."""
+    for depth, expected in ((198, 200), (300, 400)):
+        deep = "[" * depth + "]" * depth
+        body = json.dumps(REQUIRED[path])[:-1] + f', "metadata": {{"deep": {deep}}}}}'
+        response = scripted.post_raw(path, body)
+        assert response.status_code == expected
+    message = check_error(response, 400, "invalid_value")
+    assert "nests too deep" in message and "make it flatter" in message and "not valid JSON" not in message
+
+
 @pytest.mark.parametrize("stream", ["true", "false"])
 @pytest.mark.parametrize("text", [r"emoji \ud83d", r"\udcf0", r"\ude00\ud83d"])
 def test_lone_surrogates(scripted: Server, stream: str, text: str) -> None:

@@ -107,6 +107,28 @@ def test_a_real_model(real: Server) -> None:
     assert choice.text in (" blue", " green") and choice.finish_reason == "stop"
 
 
+LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 10**40}}, "required": ["a"]}
+
+
+def test_a_bound_that_would_be_cut_is_refused_wherever_it_stands(scripted: Server) -> None:
+    """Bug: an answer was valid but for its bounds, which had been cut to 64 bits."""
+    function = {"name": "f", "parameters": LARGE}
+    json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": LARGE}}
+    parameters = "tools[0].function.parameters"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"json": LARGE}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": f"start: %json {json.dumps(LARGE)}"}}, "structured_outputs"),
+        ({"response_format": json_schema}, "response_format"),
+        ({"tools": [{"type": "function", "function": function}], "tool_choice": "required"}, parameters),
+        ({"tools": [{"type": "function", "function": function | {"strict": True}}]}, parameters),
+    ]
+    for fields, param in cases:
+        message = check_error(scripted.post(CHAT, messages=user("Hi"), **fields), 400, "invalid_value", param)
+        assert f"minimum has {10**40}, and numbers are kept exactly from" in message
+    free = scripted.post(CHAT, messages=user("<<say ok>>"), tools=[{"type": "function", "function": function}])
+    assert free.status_code == 200
+
+
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a $ref to elsewhere": (
         {"structured_outputs": {"json": {"$ref": "https://a.example/b.json"}}},

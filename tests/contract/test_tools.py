@@ -140,6 +140,17 @@ def test_a_model_that_has_to_call_does(thinking: Server, choice: Any, names: set
                 Weather.model_validate_json(arguments)
 
 
+def test_a_function_without_parameters_gets_none(thinking: Server) -> None:
+    """Bug: its arguments were invented. What the model writes of its own accord stays as it is."""
+    tool = {"type": "function", "function": {"name": "now"}}
+    fields: dict[str, Any] = {"tools": [tool], "parallel_tool_calls": False, "max_tokens": 400}
+    said = says(call("now", '{"a": 1}'))
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        [[(name, arguments)]] = thinking.chat(said, tool_choice=choice, **fields).tool_calls
+        assert name == "now" and json.loads(arguments) == {}
+    assert thinking.chat(said, **fields).tool_calls == [[("now", '{"a": 1}')]]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 5, 70, 75, 80])
 def test_a_call_that_is_cut_before_its_name_leaves_nothing(thinking: Server, max_tokens: int) -> None:
     """Bug: where the model had to call, the beginning of a call that the limit cut was shown as text."""

@@ -331,6 +331,20 @@ def test_an_answer_without_end(model: Model) -> None:
     assert "no answer can be finished" in refusal(model, "grammar", f"start: %json {json.dumps(endless)}")
 
 
+def test_a_bound_that_would_be_cut(model: Model) -> None:
+    """Bug: the answer was the largest integer of 64 bits, and nothing said why."""
+    large = {"type": "integer", "minimum": 10**40, "maximum": 10**41}
+    for kind, source in (("json", json.dumps(large)), ("grammar", f"start: %json {json.dumps(large)}")):
+        assert f"minimum has {10**40}, and numbers are kept exactly" in refusal(model, kind, source)
+
+
+def test_a_reference_by_name(model: Model) -> None:
+    """Bug: it was taken for one to the whole schema, and refused as one without end."""
+    schema = {"$id": "http://a.example/b", "$defs": {"a": {"$anchor": "name", "type": "boolean"}}, "$ref": "#name"}
+    grammar = model.compiler.compile(StructuredOutput.json(schema))
+    assert matches(model, grammar, "true") and not matches(model, grammar, "1")
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -345,6 +359,7 @@ def test_an_answer_without_end(model: Model) -> None:
         ({"type": "strng"}, "strng"),
         ({"$ref": "http://127.0.0.1:9/schema.json"}, "http://127.0.0.1:9/schema.json"),
         ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "#none"}, "'#none', but no part of it has this $anchor"),
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
         ({"$defs": {"a": {"x-guidance": {"lenient": True}, "not": {}}}, "$ref": "#/$defs/a"}, "not"),
     ],

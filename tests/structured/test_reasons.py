@@ -36,9 +36,18 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"$ref": "#/properties/a", "type": "object"}}, "$ref": "#/properties/a"}, "a $ref"),
     ({"type": "string", "pattern": "a(?=b)"}, "look-ahead and look-behind are not supported"),
     ({"type": "string", "pattern": r"\bx"}, r"\b and \B, borders of words, are not supported"),
+    ({"$ref": "#name"}, "it refers to '#name', but no part of it has this $anchor"),
+    ({"type": "number", "minimum": 1e18}, "a minimum or maximum is too large"),
+    ({"type": "integer", "minimum": -(2**63)}, "use bounds from -9007199254740992 to 9007199254740992"),
+    ({"type": "number", "minimum": 1e-300}, "a number has too many digits"),
+    ({"type": "number", "multipleOf": 1e-300}, "its multipleOf cannot be kept exactly; use an integer up to"),
+    ({"type": "string", "minLength": 1e30}, "minLength is 1e30, which is too large or no integer"),
     ({"type": "string", "pattern": "("}, "a regular expression is malformed: unclosed group"),
 ]
-INNER = ("coerce", "Lark", "<tool_call>", "x-guidance", "failed to compile", "at 3(", "3(", "%json", "llguidance")
+INNER = (
+    *("coerce", "Lark", "<tool_call>", "x-guidance", "failed to compile", "at 3(", "3(", "%json", "llguidance"),
+    *("Some(", "f64", "u64"),
+)
 
 
 @pytest.mark.parametrize(("schema", "words"), CASES, ids=lambda case: json.dumps(case)[:40])
@@ -63,10 +72,11 @@ def test_limits_are_told_as_what_was_too_large(tokenizer: LLTokenizer) -> None:
     """Bug: "Too many items (limit 10000)" says neither of what, nor what to do."""
     alternatives = " | ".join("a" for _ in range(12_000))
     many = rehearse(tokenizer, LLMatcher.grammar_from_lark(f'start: {alternatives}\na: b "x"\nb: "y" | a'))
-    for message in (many, "Too many items (limit 10000); try avoiding single-byte/short lexemes"):
-        assert "limit" in message
+    row = "Parser Error: Current row has 2333 items; max is 2000; consider making your grammar left-recursive"
+    for message in (many, row, "Too many items (limit 10000); try avoiding single-byte/short lexemes"):
+        assert "limit" in message or "max" in message
         reason = in_words(message)
-        assert "offer fewer alternatives" in reason and "limit" not in reason
+        assert "offer fewer alternatives" in reason and "limit" not in reason and "max" not in reason
 
 
 def test_what_is_not_known_is_passed_on_cut() -> None:

@@ -12,6 +12,7 @@ from miniserve.structured.shortest import unfinishable
 
 CONTEXT = 1000
 TREE = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+NAMED = {"$anchor": "tree", "type": "object", "properties": {"x": {"$ref": "#tree"}}, "required": ["x"]}
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}
 
 
@@ -28,6 +29,7 @@ def reason(schema: Any) -> str:
     [
         (TREE, "#"),
         ({"$ref": "#"}, "#"),
+        ({"$ref": "#tree", "$defs": {"a": NAMED}}, "#tree"),
         ({"$ref": "#/$defs/node", "$defs": {"node": NODE, "link": {"$ref": "#/$defs/node"}}}, "#/$defs/"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#"),
         ({"type": "array", "prefixItems": [{"const": 1}, {"$ref": "#"}], "minItems": 2}, "#"),
@@ -57,6 +59,8 @@ def test_what_requires_itself_has_no_end(schema: Any, reference: str) -> None:
         {"type": "integer", "$defs": {"unused": {"$ref": "#/$defs/unused"}}},
         {"$defs": {"a": NODE, "link": {"anyOf": [{"$ref": "#/$defs/a"}, {"const": None}]}}, "$ref": "#/$defs/a"},
         {"$ref": "#/$defs/elsewhere"},
+        {"$ref": "#name", "$id": "https://a.example/b", "$defs": {"a": {"$anchor": "name", "type": "boolean"}}},
+        {"$ref": "#tree", "$defs": {"a": NAMED, "b": {"$id": "https://a.example/b", "$anchor": "tree"}}},
         {"const": {"$ref": "#"}},
         {"type": "array", "minItems": CONTEXT - 1},
         {"type": "string", "minLength": 10 * CONTEXT},

@@ -60,6 +60,8 @@ FINE: list[Any] = [
     {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/properties/a"}}},
     {"$ref": "https://a.example/b.json"},
     {"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}},
+    {"$ref": "#name", "$defs": {"a": {"$dynamicAnchor": "name"}}},
+    {"$ref": "#name", "definitions": {"a": {"$id": "#name"}, "b": {"properties": {"$id": {}, "$anchor": {}}}}},
 ]
 
 
@@ -77,6 +79,12 @@ def test_what_is_malformed_is_named(schema: Any, message: str) -> None:
 def test_a_reference_to_nothing_is_named(schema: Any) -> None:
     with pytest.raises(InvalidParameterError, match=r'\$ref is "#/.*", but there is nothing at this place'):
         check_schema(schema, "here", "the field")
+
+
+def test_an_anchor_that_nobody_has_is_named() -> None:
+    """Bug: such a reference was taken for one to the whole schema."""
+    with pytest.raises(InvalidParameterError, match=r'properties.a.\$ref is "#b", but no part of .* this "\$anchor"'):
+        check_schema({"properties": {"a": {"$ref": "#b"}}, "$defs": {"b": {"$anchor": "a"}}}, "here", "the field")
 
 
 @pytest.mark.parametrize("schema", FINE, ids=str)

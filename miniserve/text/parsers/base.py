@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from miniserve.errors import InvalidParameterError
@@ -18,6 +19,7 @@ Message = Mapping[str, Any]
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NO_ARGUMENTS = MappingProxyType({"type": "object", "properties": {}, "additionalProperties": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,21 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments; empty where the request has none: any object then.
+        parameters: JSON schema of its arguments as it was sent; None where the request has none: it takes none then.
         strict: its arguments have to be valid against the schema.
+        place: what errors call the parameters, such as "tools[0].function.parameters".
     """
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    place: str = field(default="parameters", compare=False)
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """JSON schema of its arguments: an object always."""
+        return _NO_ARGUMENTS if self.parameters is None else {"type": "object", **self.parameters}
 
     @classmethod
     def from_openai(cls, tool: Any, where: str) -> Tool:
@@ -56,9 +65,8 @@ class Tool:
             raise _error(f"{where}.description must be a string, got {shown_json(description)}")
         if strict is not None and not isinstance(strict, bool):
             raise _error(f"{where}.strict must be true or false, got {shown_json(strict)}")
-        return cls(
-            name, description, _parameters(function.get("parameters"), f"{where}.parameters", name), bool(strict)
-        )
+        place = f"{where}.parameters"
+        return cls(name, description, _parameters(function.get("parameters"), place, name), bool(strict), place)
 
     def to_openai(self) -> dict[str, Any]:
         """As chat templates take it: what the request said, without `strict`, which no model knows."""
@@ -87,9 +95,9 @@ def read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
     return tuple(result.values())
 
 
-def _parameters(value: Any, param: str, name: str) -> Mapping[str, Any]:
+def _parameters(value: Any, param: str, name: str) -> Mapping[str, Any] | None:
     if value is None:
-        return {}
+        return None
     where = f"{param} of {name!r}"
     if not isinstance(value, Mapping):
         raise InvalidParameterError(f"{where} must be a JSON schema, got {shown_json(value)}", param=param)

@@ -78,28 +78,33 @@ def _bare(schema: Any) -> Any:
 
 def arguments(tool: Tool) -> str:
     """The arguments of a call, as one JSON object."""
-    return json_value({"type": "object", **tool.parameters})
+    return json_value(tool.schema)
 
 
 def call_object(tool: Tool) -> str:
     """A whole call as one JSON value: where an answer may be JSON too, only another JSON value is told from it."""
-    inner = {"type": "object", **{key: value for key, value in tool.parameters.items() if key != "x-guidance"}}
+    inner = {key: value for key, value in tool.schema.items() if key != "x-guidance"}
     properties = {"name": {"const": tool.name}, "parameters": _moved(inner, "#/properties/parameters")}
     required = list(properties)
     return json_value({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """`schema` with its references to itself as they are where it is part of another."""
+    """`schema` with its references by place as they are where it is part of another; names stay what they are."""
     if isinstance(schema, list):
         return [_moved(value, place) for value in schema]
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or _is_document(schema):
         return schema
     result = {key: _moved(value, place) for key, value in schema.items()}
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         result["$ref"] = place + reference[1:]
     return result
+
+
+def _is_document(schema: Mapping[str, Any]) -> bool:
+    """Whether references within are to places in itself, wherever it is."""
+    return isinstance(name := schema.get("$id"), str) and not name.startswith("#")
 
 
 def repeated(item: str, separator: str, max_calls: int | None) -> str:

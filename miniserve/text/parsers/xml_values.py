@@ -55,9 +55,9 @@ def parameters(tool: Tool) -> list[Parameter]:
     Raises:
         InvalidParameterError: the tool is strict, and this syntax cannot keep to its schema.
     """
-    root = _resolved(tool.parameters, tool.parameters)
+    root = _resolved(tool.schema, tool.schema)
     if tool.strict:
-        _check_keywords(tool, "parameters", root, _OBJECT_KEYWORDS)
+        _check_keywords(tool, "it", root, _OBJECT_KEYWORDS)
     properties, required = _mapping(root.get("properties")), root.get("required")
     required = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
@@ -69,7 +69,7 @@ def parameters(tool: Tool) -> list[Parameter]:
 
 def types_of(tool: Tool, key: str) -> Types | None:
     """The JSON types that a parameter may have; None is any."""
-    root = _resolved(tool.parameters, tool.parameters)
+    root = _resolved(tool.schema, tool.schema)
     return _types(_mapping(root.get("properties")).get(key), root)
 
 
@@ -93,7 +93,7 @@ def value_rules(rule: str, parameter: Parameter, end: str) -> list[str]:
     """
     tool, key, types = parameter.tool, parameter.key, parameter.types
     if not key or any(char in key for char in ">\n"):
-        raise _error(tool, f"a parameter named {shown(key)}, which the model's syntax of calls cannot carry")
+        raise _error(tool, f"a parameter is named {shown(key)}, which the model's syntax of calls cannot carry")
     after = lark.literal(f"\n{end}\n")
     if types is not None and "string" not in types:
         return [f"{rule}: {lark.json_value(parameter.schema)} {after}"]
@@ -103,7 +103,7 @@ def value_rules(rule: str, parameter: Parameter, end: str) -> list[str]:
     values = _values(parameter.schema) if types == STRING else None
     if values is not None:
         if any(end in value for value in values):
-            raise _error(tool, f"parameter {key!r} with a value that has {end} in it")
+            raise _error(tool, f"parameter {key!r} has a value with {end} in it, which would end it")
         return [f"{rule}: {rule.upper()} {after}", f"{rule.upper()}: {' | '.join(map(lark.literal, values))}"]
     return [
         f"{rule}[lazy]: {rule.upper()} {after}",
@@ -129,13 +129,13 @@ def _check_keywords(tool: Tool, where: str, schema: Mapping[str, Any], known: fr
     if unknown:
         raise _error(
             tool,
-            f"{where} with {unknown[0]!r}, which the model's syntax of calls cannot be held to; "
+            f"{where} has {unknown[0]!r}, which the model's syntax of calls cannot be held to; "
             "leave the keyword out, or strict",
         )
 
 
-def _error(tool: Tool, what: str) -> InvalidParameterError:
-    return InvalidParameterError(f"tools: function {tool.name!r} has {what}", param="tools")
+def _error(tool: Tool, reason: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{tool.place} of {tool.name!r} cannot be used: {reason}", param=tool.place)
 
 
 # The few parts of JSON Schema that tell a type

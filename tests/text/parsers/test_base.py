@@ -24,7 +24,22 @@ def test_all_fields_are_read() -> None:
 @pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}])
 def test_parameters_may_be_left_out(parameters: Any) -> None:
     (tool,) = read_tools([entry(parameters=parameters, description=None, strict=None)])
-    assert tool == Tool("get_weather", None, parameters or {})
+    assert tool == Tool("get_weather", None, parameters)
+    assert ("parameters" in tool.to_openai()["function"]) is bool(parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "schema"),
+    [
+        (None, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({}, {"type": "object"}),
+        ({"required": ["a"]}, {"type": "object", "required": ["a"]}),
+    ],
+)
+def test_arguments_are_an_object(parameters: Any, schema: dict[str, Any]) -> None:
+    """Bug: a function without parameters had to be called with any object, and so was called with invented ones."""
+    (tool,) = read_tools([entry(parameters=parameters)])
+    assert tool.schema == schema
 
 
 def test_templates_get_what_was_sent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.compiler import GrammarCompiler
-from miniserve.text.parsers.base import MAX_TOOLS, Tool
+from miniserve.text.parsers import lark
+from miniserve.text.parsers.base import MAX_TOOLS, Tool, read_tools
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.lark import MAX_CALLS
@@ -49,7 +51,7 @@ SEARCH = {
     "$defs": {"Tag": {"type": "string", "minLength": 1, "maxLength": 5}},
 }
 TOOLS = (Tool("get_weather", "Weather.", WEATHER), Tool("search.web", None, SEARCH), Tool("now-1"))
-SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
 # What stands before the arguments of one call, and what behind them.
 FRAMES: dict[ToolFormat, tuple[str, str]] = {
     HermesFormat(): ('<tool_call>\n{"name": "now-1", "arguments": ', "}\n</tool_call>"),
@@ -81,7 +83,7 @@ def tool_format(request: pytest.FixtureRequest) -> ToolFormat:
 
 
 def call_text(tool_format: ToolFormat) -> str:
-    """A call of the last tool, which takes anything, with no arguments."""
+    """A call of the last tool, which takes no arguments."""
     before, after = FRAMES[tool_format]
     return before if tool_format is QWEN_CODER else before + "{}" + after
 
@@ -216,7 +218,7 @@ def test_special_tokens_are_written_as_such(embedded: Vocabulary) -> None:
 
 
 def test_white_space_in_arguments_is_bounded(embedded: Vocabulary) -> None:
-    grammar = HermesFormat().grammar(TOOLS, required=True)
+    grammar = HermesFormat().grammar([Tool("now-1", None, {})], required=True)
     before, after = FRAMES[FORMATS[0]]
     for space in ("", " ", "\n    "):
         assert embedded.accepts(grammar, f'{before}{{{space}"a":{space}1}}{after}')
@@ -228,7 +230,7 @@ def test_white_space_in_arguments_is_bounded(embedded: Vocabulary) -> None:
 
 
 def test_escapes_in_arguments_are_json(embedded: Vocabulary) -> None:
-    grammar = HermesFormat().grammar(TOOLS, required=True)
+    grammar = HermesFormat().grammar([Tool("now-1", None, {})], required=True)
     before, after = FRAMES[FORMATS[0]]
     assert embedded.accepts(grammar, before + r'{"a\u00e9": "\u00e9 \ud83d\ude00"}' + after)
     assert not embedded.accepts(grammar, before + r'{"a": "\ud83d"}' + after)
@@ -290,12 +292,42 @@ def test_xml_values_keep_to_their_schema(schema: dict[str, Any], good: str, bad:
 )
 def test_a_strict_tool_is_refused_where_the_syntax_cannot_keep_it(schema: dict[str, Any], keyword: str) -> None:
     qwen_coder_values(schema)
-    with pytest.raises(InvalidParameterError, match=f"function 'f' has .*'key'.*{keyword}") as caught:
+    with pytest.raises(InvalidParameterError, match=f"parameters of 'f' cannot be used: .*'key'.*{keyword}"):
         qwen_coder_values(schema, strict=True)
-    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {"a>b": {}}}, {"properties": {"k": {"const": "</parameter>"}}}])
 def test_what_xml_cannot_carry_is_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParameterError, match="tools: function 'f' has"):
-        QWEN_CODER.grammar([Tool("f", None, parameters)], required=True)
+    """Bug: the error said neither which of the tools it is, nor where, as all others do."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("e", "f")]
+    place = "tools[1].function.parameters"
+    with pytest.raises(InvalidParameterError, match=re.escape(f"{place} of 'f' cannot be used: ")) as caught:
+        QWEN_CODER.grammar(read_tools(tools)[1:], required=True)
+    assert caught.value.param == place
+
+
+def test_a_function_without_parameters_is_called_without_arguments(
+    tool_format: ToolFormat, embedded: Vocabulary
+) -> None:
+    """Bug: where a call was demanded, its arguments were invented."""
+    grammar = tool_format.grammar([Tool("now-1")], required=True)
+    assert embedded.accepts(grammar, call_text(tool_format))
+    before, after = FRAMES[tool_format]
+    invented = "<parameter=a>\n1\n</parameter>\n</function>"
+    text = before.replace("</function>", invented) if tool_format is QWEN_CODER else before + '{"a": 1}' + after
+    assert not embedded.accepts(grammar, text)
+    other = tool_format.grammar([Tool("now-1", None, {"properties": {"a": {}}})], required=True)
+    assert embedded.accepts(other, text)
+
+
+@pytest.mark.parametrize("own", [{}, {"$id": "https://a.example/b"}])
+def test_references_by_name_and_by_place(own: dict[str, Any], embedded: Vocabulary) -> None:
+    """Bug: within a whole call, "#name" became a reference to nowhere, and so did all of a schema with an "$id"."""
+    properties = {"a": {"$ref": "#name"}, "b": {"$ref": "#/$defs/x"}}
+    schema = {"properties": properties, "$defs": {"x": {"$anchor": "name", "type": "boolean"}}, **own}
+    for value in (lark.call_object, lark.arguments):
+        grammar = f"start: {value(Tool('f', None, schema))}"
+        whole = '{"name": "f", "parameters": %s}' if value is lark.call_object else "%s"
+        assert embedded.accepts(grammar, whole % '{"a": true, "b": false}')
+        assert not embedded.accepts(grammar, whole % '{"a": 1}')
+        assert not embedded.accepts(grammar, whole % '{"b": 1}')
