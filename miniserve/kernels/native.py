@@ -19,8 +19,6 @@ from torch import Tensor
 CHUNK = 32
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float32, torch.bfloat16)
-# The kernels fetch weights this far ahead, which must not leave the allocation.
-_FETCHED_AHEAD_BYTES = 8192
 _HUGE_PAGE_BYTES = 2**21
 
 
@@ -232,8 +230,8 @@ def _round_up(size: int, multiple: int = CHUNK) -> int:
 
 
 def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """[num_elements + some] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
-    num_bytes = num_elements * dtype.itemsize + _FETCHED_AHEAD_BYTES
+    """[num_elements] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
+    num_bytes = num_elements * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
     length = _round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES

@@ -11,7 +11,6 @@ enum class Epilogue {
   kStore,     // out = y
   kAdd,       // out += y; out is the residual stream
   kSiluGate,  // out = silu(gate) x up, gate and up being alternate groups of 16 columns of y
-  kGeluGate,  // the same with the tanh form of GELU
 };
 
 // Input rows: [num_rows][size] of float (the residual stream) or E. With `norm`, each row is first divided by its root

@@ -52,11 +52,6 @@ void lay_out_row(const Rows& rows, int64_t m, int64_t padded, float* row, E* til
   }
 }
 
-Vec gelu(Vec x) {  // Hendrycks and Gimpel, 2016, the tanh form
-  const Vec inner = broadcast(0.797884561f) * fma(broadcast(0.044715f) * x * x, x, x);
-  return broadcast(0.5f) * x * (broadcast(1.0f) + tanh(inner));
-}
-
 // What becomes of the sums of one panel: bias, gate, and where they go.
 template <class E>
 class PanelOutput {
@@ -74,9 +69,7 @@ class PanelOutput {
       case Epilogue::kAdd:
         return put<float, true>(sums, first_row, count, panel);
       case Epilogue::kSiluGate:
-        return put_gated(sums, first_row, count, panel, [](Vec x) { return silu(x); });
-      case Epilogue::kGeluGate:
-        return put_gated(sums, first_row, count, panel, [](Vec x) { return gelu(x); });
+        return put_gated(sums, first_row, count, panel);
     }
   }
 
@@ -112,12 +105,11 @@ class PanelOutput {
   }
 
   // A panel's first half are gates, its second half is what they let through.
-  template <class Activation>
-  void put_gated(const float* sums, int64_t first_row, int64_t count, int64_t panel, Activation activation) const {
+  void put_gated(const float* sums, int64_t first_row, int64_t count, int64_t panel) const {
     const int64_t columns = weight_.columns / 2, left = columns - panel * kLanes;
     E* out = static_cast<E*>(out_.data) + first_row * columns + panel * kLanes;
     for (int64_t r = 0; r < count; r++, sums += kChunk, out += columns) {
-      const Vec y = activation(load(sums)) * load(sums + kLanes);
+      const Vec y = silu(load(sums)) * load(sums + kLanes);
       if (left >= kLanes) {
         store(out, y);
       } else {

@@ -52,9 +52,8 @@ void for_packed_type(ScalarType dtype, F f) {
 Epilogue epilogue_of(const std::string& name) {
   if (name == "store") return Epilogue::kStore;
   if (name == "add") return Epilogue::kAdd;
-  if (name == "silu_gate") return Epilogue::kSiluGate;
-  STD_TORCH_CHECK(name == "gelu_gate", "epilogue: expected store, add, silu_gate or gelu_gate, got ", name);
-  return Epilogue::kGeluGate;
+  STD_TORCH_CHECK(name == "silu_gate", "epilogue: expected store, add or silu_gate, got ", name);
+  return Epilogue::kSiluGate;
 }
 
 void check_packed(const Tensor& packed, int64_t columns, int64_t size) {
@@ -75,7 +74,7 @@ void linear_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor
   check(out, "out", out_is_float ? ScalarType::Float : dtype, 2);
   check_packed(packed, columns, x.size(1));
   const Epilogue kind = epilogue_of(epilogue);
-  const bool gate = kind == Epilogue::kSiluGate || kind == Epilogue::kGeluGate;
+  const bool gate = kind == Epilogue::kSiluGate;
   STD_TORCH_CHECK(kind == Epilogue::kStore || out_is_float == (kind == Epilogue::kAdd || dtype == ScalarType::Float),
                   "out: expected float32 to add to, and the weight's dtype behind a gate");
   STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == (gate ? columns / 2 : columns), "out: of ", out.size(0),
