@@ -32,7 +32,7 @@ def print_texts(llm: LLM, requests: Sequence[Request], chat: ChatOptions | None,
 
     All run as one batch. The first unfinished answer streams; the others are held until it is their turn.
     """
-    parsers = {request.request_id: None if chat is None else llm.tool_parser(chat) for request in requests}
+    parsers = {request.request_id: None if chat is None else llm.tool_parser(chat, request) for request in requests}
     writer = _OrderedWriter(parsers, stream=stream)
     last = []
     for output in llm.stream(requests):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal
 
 from miniserve.errors import InvalidParameterError, shown
+from miniserve.strict_json import check_json
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 512
@@ -22,6 +24,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_LENGTH = 2**17  # characters
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 # Up to this temperature the scaled logits overflow before the choice can differ from the argmax.
 GREEDY_TEMPERATURE = 1e-4
 
@@ -37,7 +40,7 @@ class StructuredOutput:
         sent_as: the field that it comes from, for messages; empty is that of `kind` in structured_outputs.
 
     Raises:
-        InvalidParameterError: `source` is empty or too long.
+        InvalidParameterError: the kind is not known, or `source` is no text, empty or too long.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
@@ -45,6 +48,13 @@ class StructuredOutput:
     sent_as: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidParameterError(
+                f"structured_outputs must be of the kind {', '.join(GRAMMAR_KINDS)}; got {shown(self.kind)}",
+                param="structured_outputs",
+            )
+        if not isinstance(self.source, str):
+            raise InvalidParameterError(f"{self.name} must be text, got {shown(self.source)}", param=self.param)
         if not self.source:
             raise InvalidParameterError(f"{self.name} is empty", param=self.param)
         if len(self.source) > MAX_GRAMMAR_LENGTH:
@@ -65,12 +75,23 @@ class StructuredOutput:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool, sent_as: str = "") -> StructuredOutput:
-        """An answer that is valid against a JSON schema."""
+        """An answer that is valid against a JSON schema.
+
+        Raises:
+            InvalidParameterError: it is too long, or has what JSON does not know.
+        """
+        name = sent_as or "structured_outputs.json"
+        check_json(schema, name, name.partition(".")[0])
         return cls("json", json.dumps(schema, ensure_ascii=False), sent_as)
 
     @classmethod
     def choice(cls, answers: Sequence[str]) -> StructuredOutput:
-        """An answer that is one of these strings."""
+        """An answer that is one of these strings.
+
+        Raises:
+            InvalidParameterError: they are too long, or not all are valid text.
+        """
+        check_json(list(answers), "structured_outputs.choice", "structured_outputs")
         return cls("choice", json.dumps(list(answers), ensure_ascii=False))
 
 
@@ -142,6 +163,14 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}",
                 param="min_tokens",
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameterError(f"{name} must be true or false, got {shown(value)}", param=name)
+        if not isinstance(self.structured_outputs, (StructuredOutput, NoneType)):
+            raise InvalidParameterError(
+                f"structured_outputs must be a StructuredOutput, got {shown(self.structured_outputs)}",
+                param="structured_outputs",
             )
         self._check_logit_bias()
         self._check_stops()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from miniserve import cli
+from miniserve.cli import generate as generate_command
 from miniserve.config import EngineConfig, ServerConfig, flag_name
 from miniserve.engine.llm import LLM
 from miniserve.text.chat_template import ChatTemplate
@@ -78,7 +79,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(_config: EngineConfig) -> None:
         pytest.fail("the model is loaded before the flags are checked")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(generate_command, "_load", load)
 
 
 # Mistakes
@@ -228,12 +229,44 @@ def test_a_prompt_that_no_model_can_take(generate: Run, prompt: str, name: str) 
     assert name in result.err and len(result.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("argv", "name"), [(("-p", "x" * 5000), "context")])
-def test_a_request_that_is_refused(generate: Run, argv: tuple[str, ...], name: str) -> None:
-    """The model is there, the prompt is wrong: exit code 1."""
-    result = generate(*argv)
-    assert (result.code, result.out) == (1, "")
-    assert result.err.splitlines()[-1].startswith("miniserve: error: ") and name in result.err.splitlines()[-1]
+WRONG_STRICT = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+
+
+@pytest.mark.parametrize(
+    ("argv", "content", "start"),
+    [
+        (("-p", "x" * 5000), "", "the prompt has 5000 tokens"),
+        (("-p", "hi", "--max-tokens", "5000"), "", "--max-tokens: the prompt has 2 tokens"),
+        (("-p", "hi", "--regex", "(a"), "", "--regex cannot be used: a regular expression is malformed"),
+        (("-p", "hi", "--regex", "(?=a)b"), "", "--regex cannot be used: look-ahead"),
+        (("-p", "hi", "--json-schema", "FILE"), '{"not": {}}', "--json-schema cannot be used: 'not'"),
+        (("-p", "hi", "--tools", "FILE"), json.dumps(WRONG_STRICT), "--tools: tools[0].function.parameters of 'f'"),
+    ],
+    ids=["prompt", "max-tokens", "regex", "look-ahead", "schema", "tools"],
+)
+def test_what_only_the_model_finds_wrong(
+    generate: Run, tmp_path: Path, argv: tuple[str, ...], content: str, start: str
+) -> None:
+    """Bug: the message named a field of the HTTP API, which nobody had sent; the exit code was a failure's."""
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    flags = [str(file) if part == "FILE" else part for part in argv]
+    result = generate("--max-model-len", "4096", *flags)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.splitlines()[-1].startswith(f"miniserve: error: {start}"), result.err
+
+
+def test_an_answer_that_the_engine_fails_on(run: Run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a traceback."""
+
+    def load(_config: EngineConfig) -> LLM:
+        parts = make_parts({})
+        parts.engine.runner.errors["offline-0"] = "it broke"  # type: ignore[attr-defined]
+        return LLM.from_parts(parts)
+
+    monkeypatch.setattr(generate_command, "_load", load)
+    result = run("generate", "--model", folder, "-p", "hi")
+    assert result == Result(1, "", "miniserve: error: request offline-0: it broke\n")
 
 
 # Help
@@ -360,8 +393,7 @@ def test_bytes_on_stdin_that_are_not_text(run: Run, monkeypatch: pytest.MonkeyPa
     """Bug: a traceback."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), encoding="utf-8"))
     result = run("generate", "-p", "-")
-    assert result.code == 1
-    assert result.err.startswith("miniserve: error: the prompt on stdin") and "0xe9" in result.err
+    check_refusal(result, "the prompt on stdin", "0xe9")
 
 
 def test_chat(generate: Run) -> None:
@@ -408,7 +440,7 @@ def test_tools(run: Run, folder: str, tmp_path: Path, monkeypatch: pytest.Monkey
         processor = make_input_processor(max_model_len=1024, chat_template=template)
         return LLM.from_parts(replace(parts, input_processor=processor))
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(generate_command, "_load", load)
     argv = ("generate", "--model", folder, "--tools", str(tools), "-p", "a", "-p", "b", "-p", "c")
     result = run(*argv)
     assert result.out == '--- 1\nSo:\nf({"a": 1})\n--- 2\nf({"a": 1})\nf({"a": 1})\n--- 3\nno\n'
@@ -420,7 +452,9 @@ def test_tools(run: Run, folder: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("no_loading")
 @pytest.mark.parametrize("flag", ["--json-schema", "--tools"])
-@pytest.mark.parametrize("content", [None, "{", "5", "", '[{"type": "function"}]'])
+@pytest.mark.parametrize(
+    "content", [None, "{", "5", "", "null", '[{"type": "function"}]', '{"minimum": NaN}', "[" * 9999]
+)
 def test_files_that_cannot_be_used(run: Run, tmp_path: Path, flag: str, content: str | None) -> None:
     path = tmp_path / "file.json"
     if content is not None:
@@ -429,15 +463,25 @@ def test_files_that_cannot_be_used(run: Run, tmp_path: Path, flag: str, content:
 
 
 @pytest.mark.usefixtures("no_loading")
+def test_a_schema_that_is_none(run: Run, tmp_path: Path) -> None:
+    """Bug: what was wrong with it was said in the words of the library, and after the model was loaded."""
+    path = tmp_path / "file.json"
+    path.write_text('{"properties": {"a": {"type": "strng"}}}')
+    check_refusal(run("generate", "-p", "hi", "--json-schema", str(path)), "--json-schema is not", "properties.a.type")
+    path.write_text('{"minimum": NaN}')
+    check_refusal(run("generate", "-p", "hi", "--json-schema", str(path)), "--json-schema", "NaN is no number of JSON")
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize("flag", ["--system", "--stop", "--regex"])
+def test_text_that_is_not_utf_8(run: Run, flag: str) -> None:
+    check_refusal(run("generate", "-p", "hi", flag, "caf\udce9"), f"{flag} is not UTF-8: see character 3")
+
+
+@pytest.mark.usefixtures("no_loading")
 def test_one_form_of_the_answer(run: Run) -> None:
     check_refusal(run("generate", "-p", "hi", "--regex", "a", "--json-schema", "x"), "--json-schema")
     check_refusal(run("generate", "-p", "hi", "--regex", ""), "--regex")
-
-
-def test_a_pattern_that_cannot_be_compiled(generate: Run) -> None:
-    result = generate("-p", "hi", "--regex", "(a")
-    assert (result.code, result.out) == (1, "")
-    assert result.err.splitlines()[-1].startswith("miniserve: error: ")
 
 
 def test_seed(generate: Run) -> None:
@@ -466,7 +510,7 @@ def test_interrupt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_config: EngineConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupted)
+    monkeypatch.setattr(generate_command, "_load", interrupted)
     assert run("generate", "-p", "hi") == Result(130, "", "miniserve: interrupted\n")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from miniserve.outputs import EngineOutput, ToolCall
+from miniserve.outputs import EngineOutput, FinishReason, ToolCall
 from miniserve.text.parsers.base import ArgumentsDelta, CallStart, Delta, TextDelta, ToolParser
 
 
@@ -40,8 +40,13 @@ def deltas_of(output: EngineOutput, parser: ToolParser | None) -> list[AnswerDel
         return deltas
     deltas += parser.push(output.text)
     if output.finish_reason is not None:
-        deltas += parser.flush()
+        deltas += parser.flush(is_cut=_is_cut(output))
     return deltas
+
+
+def _is_cut(output: EngineOutput) -> bool:
+    """Whether it ended by something else than the model's own end: a stop string may be in the middle of a call."""
+    return output.finish_reason is not FinishReason.STOP or output.stop_reason is not None
 
 
 def join_deltas(deltas: Iterable[AnswerDelta]) -> Answer:

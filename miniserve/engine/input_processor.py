@@ -19,7 +19,7 @@ from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.structured.compiler import GrammarCompiler, GrammarError
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message, check_continuable, check_history, normalise_messages
-from miniserve.text.parsers.base import CallsOnly, ToolParser
+from miniserve.text.parsers.base import CallsOnly, CallsOrAnswer, ToolParser
 from miniserve.text.parsers.tool_format import ToolFormat
 from miniserve.text.reasoning import answer_in
 from miniserve.text.spelling import Piece
@@ -133,13 +133,20 @@ class InputProcessor:
             output_format = self._continued(output_format, structure, messages[-1]["content"])
         return self._request(request_id, token_ids, sampling, options, output_format)
 
-    def tool_parser(self, chat: ChatOptions) -> ToolParser | None:
-        """What finds the calls in one answer; None where the model is told of no tools."""
+    def tool_parser(self, chat: ChatOptions, structure: StructuredOutput | None = None) -> ToolParser | None:
+        """What finds the calls in one answer; None where the model is told of no tools.
+
+        `structure`: of an answer in words.
+        """
         tools = chat.offered_tools
         if not tools:
             return None
         parser = self.tool_format.parser(tools, max_calls=chat.max_calls)
-        return CallsOnly(parser) if chat.demanded_tools else parser
+        if chat.demanded_tools:
+            return CallsOnly(parser)
+        if structure is None or chat.continue_final_message:  # what is gone on with may be in the middle of a string
+            return parser
+        return CallsOrAnswer(parser, self.tool_format.opening)
 
     def choices(self, request: Request, n: int) -> list[Request]:
         """`request` and n - 1 forks of it, which share its prompt and differ in their seeds.
@@ -154,7 +161,7 @@ class InputProcessor:
         Raises:
             InvalidParameterError: it is of a wrong type, has an unknown id, or is not valid Unicode.
         """
-        if not isinstance(prompt, (str, Sequence)):
+        if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidParameterError(
                 f"a prompt must be text or a list of token ids, got {type(prompt).__name__}", param="prompt"
             )
@@ -183,7 +190,7 @@ class InputProcessor:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             tools=[tool.to_openai() for tool in tools],
-            template_kwargs={**_effort_variables(chat.reasoning_effort), **chat.template_kwargs},
+            template_kwargs={**chat.effort_variables, **chat.template_kwargs},
         )
 
     def _fitting(
@@ -336,14 +343,6 @@ def _checked(messages: Sequence[Message], chat: ChatOptions) -> list[dict[str, A
 def _room_for_output(max_tokens: int | None) -> int:
     """Computing a prompt yields one token, wanted or not."""
     return 1 if max_tokens is None else max(1, max_tokens)
-
-
-def _effort_variables(effort: str | None) -> dict[str, Any]:
-    """What templates of several families read. A family that has one of them ignores the others."""
-    if effort is None:
-        return {}
-    thinks = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
 def _as_int64(number: int) -> int:

@@ -102,9 +102,9 @@ class LLM:
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=parallel_tool_calls,
-            add_generation_prompt=not continue_final_message,
+            add_generation_prompt=continue_final_message is not True,
             continue_final_message=continue_final_message,
-            template_kwargs=chat_template_kwargs or {},
+            template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
             reasoning_effort=reasoning_effort,
         )
         requests = self.chat_requests(conversations, sampling, options, parse_response_format(response_format))
@@ -126,16 +126,21 @@ class LLM:
         chat: ChatOptions = PLAIN_CHAT,
         answer_format: StructuredOutput | None = None,
     ) -> list[Request]:
-        """Checked requests for `stream`, one a conversation. `answer_format`: in place of that of the sampling."""
-        if isinstance(conversations, str) or not isinstance(conversations, Sequence):
+        """Checked requests for `stream`, one a conversation. `answer_format`: where the sampling has none."""
+        if isinstance(conversations, (str, bytes)) or not isinstance(conversations, Sequence):
             raise InvalidParameterError(
                 "messages must be a list of messages, each with role and content", param="messages"
             )
-        is_one = bool(conversations) and hasattr(conversations[0], "get")
+        is_one = any(isinstance(part, Mapping) for part in conversations)
         batch: Sequence[Any] = [conversations] if is_one else conversations
         processor = self._parts.input_processor
         each = self._sampling_of_each(sampling, len(batch))
         if answer_format is not None:
+            if any(params.structured_outputs is not None for params in each):
+                raise InvalidParameterError(
+                    "response_format and structured_outputs both say what the answer looks like; send one of them",
+                    param="structured_outputs",
+                )
             each = [replace(params, structured_outputs=answer_format) for params in each]
         pairs = zip(batch, each, strict=True)
         return [processor.process_chat(self._next_id(), messages, params, chat) for messages, params in pairs]
@@ -186,13 +191,15 @@ class LLM:
         for output in self.stream(requests):
             parts[output.request_id].append(output)
         return [
-            _request_output(request, parts[request.request_id], None if chat is None else self.tool_parser(chat))
+            _request_output(
+                request, parts[request.request_id], None if chat is None else self.tool_parser(chat, request)
+            )
             for request in requests
         ]
 
-    def tool_parser(self, chat: ChatOptions) -> ToolParser | None:
-        """What finds the tool calls in one answer of a conversation; None where there are none to find."""
-        return self._parts.input_processor.tool_parser(chat)
+    def tool_parser(self, chat: ChatOptions, request: Request) -> ToolParser | None:
+        """What finds the tool calls in the answer to one conversation; None where there are none to find."""
+        return self._parts.input_processor.tool_parser(chat, request.sampling.structured_outputs)
 
     def _sampling_of_each(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -201,7 +208,8 @@ class LLM:
             sampling = self.default_sampling_params()
         if isinstance(sampling, SamplingParams):
             return [sampling] * number
-        if isinstance(sampling, str) or not all(isinstance(params, SamplingParams) for params in sampling):
+        is_list = isinstance(sampling, Sequence) and not isinstance(sampling, str)
+        if not is_list or not all(isinstance(params, SamplingParams) for params in sampling):
             raise InvalidParameterError(
                 "sampling must be SamplingParams, one for all prompts or one each", param="sampling"
             )
@@ -217,7 +225,7 @@ class LLM:
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise InvalidParameterError(f"prompts must be text or lists, got {type(prompts).__name__}", param="prompt")
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 

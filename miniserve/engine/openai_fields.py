@@ -6,7 +6,6 @@ the engine makes of them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,6 +13,7 @@ from typing import Any, cast
 from miniserve.engine.options import TOOL_CHOICES, ToolChoice
 from miniserve.errors import InvalidParameterError, UnsupportedParameterError
 from miniserve.sampling_params import StructuredOutput
+from miniserve.strict_json import read_json
 from miniserve.text.json_schema import check_schema, shown_json
 from miniserve.text.parsers.base import Tool, read_tools
 
@@ -115,12 +115,10 @@ def parse_structured_outputs(value: Any) -> StructuredOutput | None:
 def _structured_json(source: Any) -> StructuredOutput:
     if isinstance(source, str):
         try:
-            source = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            is_json = not isinstance(error, json.JSONDecodeError)
-            reason = "an integer of thousands of digits, or no end of nesting" if is_json else error
+            source = read_json(source)
+        except ValueError as error:
             raise InvalidParameterError(
-                f"structured_outputs.json is not valid JSON: {reason}", param="structured_outputs"
+                f"structured_outputs.json is not valid JSON: {error}", param="structured_outputs"
             ) from None
     return _json("structured_outputs", "json", source)
 

@@ -52,9 +52,10 @@ class ChatOptions:
     add_special_tokens: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("tool_choice", self.tool_choice, TOOL_CHOICES)
+        self._check_types()
         if self.reasoning_effort is not None:
             _check_choice("reasoning_effort", self.reasoning_effort, REASONING_EFFORTS)
+            self._check_effort()
         if self.tool_name is not None and self.tool_name not in {tool.name for tool in self.tools}:
             names = ", ".join(tool.name for tool in self.tools) or "none"
             raise InvalidParameterError(
@@ -75,6 +76,41 @@ class ChatOptions:
                 "final message, or behind it with the header of a new one",
                 param="continue_final_message",
             )
+
+    def _check_types(self) -> None:
+        """What comes over HTTP has them already."""
+        for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message", "add_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameterError(f"{name} must be true or false, got {shown(value)}", param=name)
+        _check_choice("tool_choice", self.tool_choice, TOOL_CHOICES)
+        if not isinstance(self.template_kwargs, Mapping):
+            raise InvalidParameterError(
+                f"chat_template_kwargs must be an object, got {shown(self.template_kwargs)}",
+                param="chat_template_kwargs",
+            )
+
+    def _check_effort(self) -> None:
+        """A variable of the template may not say the opposite."""
+        for name, implied in self.effort_variables.items():
+            if name not in self.template_kwargs:
+                continue
+            given = self.template_kwargs[name]
+            # Some template may take a number of its own meaning; only its opposite contradicts true or false.
+            opposed = given is None or given == (not implied) if isinstance(implied, bool) else given != implied
+            if opposed:
+                raise InvalidParameterError(
+                    f"reasoning_effort is {self.reasoning_effort!r}, but chat_template_kwargs has {name} = "
+                    f"{shown(given)}: they contradict each other; leave out one of them",
+                    param="reasoning_effort",
+                )
+
+    @property
+    def effort_variables(self) -> dict[str, Any]:
+        """What templates of several families read of the effort. A family that has one ignores the others."""
+        if self.reasoning_effort is None:
+            return {}
+        thinks = self.reasoning_effort != "none"
+        return {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:

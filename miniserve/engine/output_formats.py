@@ -110,9 +110,12 @@ class OutputFormats:
         is_open = final.rfind(self.thinking.start) > final.rfind(self.thinking.end)
         if is_open or prompt.rstrip().endswith(self.thinking.start):
             if chat.reasoning_effort == "none":
+                why = "the final message opens the reasoning, which goes on"
+                if not is_open:
+                    why = "this model always reasons: its chat template opens the reasoning"
                 raise InvalidParameterError(
-                    "reasoning_effort is 'none', but this model always reasons: its chat template opens the reasoning; "
-                    "leave reasoning_effort out, or take another model",
+                    f"reasoning_effort is 'none', but {why}; leave reasoning_effort out, or take another "
+                    + ("message" if is_open else "model"),
                     param="reasoning_effort",
                 )
             return replace(self.thinking, inside=True)
@@ -164,7 +167,7 @@ class OutputFormats:
 
     def _fault(self, tools: Sequence[Tool], chat: ChatOptions) -> InvalidParameterError | None:
         try:
-            self._grammar_of_calls(tools, chat, answer=None, required=True)
+            self._grammar_of_calls(tools, chat, answer=None, required=bool(chat.demanded_tools))
         except InvalidParameterError as error:
             return error
         return None

@@ -157,7 +157,12 @@ class OutputProcessor:
         """What the new tokens say, as `OutputText.push`; nothing is held back if they are the last."""
         shown, spelling = self._shown(request, token_ids)
         may_stop = request.num_output_tokens >= request.sampling.min_tokens
-        reasoning, text, stop = state.text.push(shown, may_stop=may_stop, is_last=request.finish_reason is not None)
+        reasoning, text, stop = state.text.push(
+            shown,
+            may_stop=may_stop,
+            is_last=request.finish_reason is not None,
+            is_cut=request.finish_reason is FinishReason.LENGTH,
+        )
         if not spelling or stop is not None:
             return reasoning, text, stop
         return (reasoning + spelling, text, None) if state.text.is_reasoning else (reasoning, text + spelling, None)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miniserve.outputs import OutputFormat, Thinking
+from miniserve.engine.start_tag import StartTag
+from miniserve.outputs import OutputFormat
 from miniserve.sampling_params import SamplingParams
-from miniserve.structured.compiler import Matcher
+from miniserve.structured.compiler import Grammar, Matcher
 from miniserve.structured.masks import MaskQuery
 from miniserve.text.detokenizer import IncrementalDetokenizer
 from miniserve.text.reasoning import Phase, ReasoningSplitter
@@ -23,18 +24,23 @@ _MAX_BREAKS = 2  # line breaks between reasoning and answer
 class OutputText:
     """Follows one request from its first output token to its last.
 
-    Under a grammar, reasoning that the prompt has not opened begins with the very first token, which has to be the
-    start tag; where the tag is several tokens there is none. Behind the reasoning, two line breaks may come before the
-    answer, of which the grammar knows nothing: most models were trained to write them.
+    What is reasoning does not depend on a grammar. Until it is known, the first tokens may be the answer, which the
+    matcher follows as long as it can, or spell the start tag, of which the grammar knows nothing. A matcher that has
+    followed what turns out to be the tag begins anew behind the reasoning. There, two line breaks may come before the
+    answer, which the grammar does not see either: most models were trained to write them.
 
     Attributes:
         num_reasoning_tokens: how many of the tokens so far belong to the reasoning, its tags included.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, output_format: OutputFormat) -> None:
-        thinking, grammar = output_format.thinking, output_format.grammar
-        self._matcher: Matcher | None = None if grammar is None else grammar.start()
-        self._start_tag_ids = _start_tag_ids(tokenizer, thinking)
+        thinking = output_format.thinking
+        self._grammar: Grammar | None = output_format.grammar
+        self._matcher: Matcher | None = None if self._grammar is None else self._grammar.start()
+        self._tokenizer = tokenizer
+        self._start_tag = None if self._matcher is None or thinking is None else StartTag(tokenizer, thinking.start)
+        self._has_left = False  # what has begun is no answer: the start tag has to follow
+        self._has_ended = False  # by an end token, in which case no start tag follows
         self._break_ids = {} if self._matcher is None or thinking is None else _break_ids(self._matcher)
         self._num_breaks = 0  # line breaks between reasoning and answer
         self._detokenizer = IncrementalDetokenizer(
@@ -42,7 +48,7 @@ class OutputText:
         )
         self._splitter = ReasoningSplitter(thinking)
         self._stop_matcher = StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
-        self._is_plain = grammar is None and thinking is None
+        self._is_plain = self._grammar is None and thinking is None
         self._num_tokens = 0  # up to the end of the reasoning
         self.num_reasoning_tokens = 0
 
@@ -53,20 +59,25 @@ class OutputText:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar allows nothing more."""
-        return self._matcher is not None and self._splitter.phase is Phase.CONTENT and self._matcher.complete
+        """Whether the grammar allows nothing more, and what came is no beginning of a start tag."""
+        is_answer = (self._splitter.phase is Phase.CONTENT and not self._has_left) or self._has_ended
+        return self._matcher is not None and is_answer and self._matcher.complete
 
     def mask_query(self, request_id: str) -> MaskQuery | None:
         """What the next token may be; None if it is free."""
         if self._matcher is None or self.is_reasoning:
             return None
-        also_allowed = self._start_tag_ids if self._splitter.phase is Phase.START else self._breaks_allowed()
-        return MaskQuery(request_id, self._matcher, also_allowed)
+        if self._splitter.phase is Phase.START and self._start_tag is not None:
+            return MaskQuery(request_id, self._matcher, self._start_tag.next_ids, only_those=self._has_left)
+        return MaskQuery(request_id, self._matcher, self._breaks_allowed())
 
-    def push(self, token_ids: Sequence[int], *, may_stop: bool, is_last: bool) -> tuple[str, str, str | None]:
+    def push(
+        self, token_ids: Sequence[int], *, may_stop: bool, is_last: bool, is_cut: bool = False
+    ) -> tuple[str, str, str | None]:
         """Add tokens; returns reasoning and answer that may be shown now, and the stop string that ended the answer.
 
-        Once they are the last, or the grammar is complete, nothing is held back.
+        Once they are the last, or the grammar is complete, nothing is held back. `is_cut`: the last because there may
+        be no more of them: then the beginning of a tag that ends them is none of the text.
 
         Raises:
             GrammarError: the answer has left its grammar.
@@ -74,8 +85,8 @@ class OutputText:
         reasoning, content = self._split(token_ids)
         is_last = is_last or self.is_complete
         if is_last:
-            for more, rest in (self._splitter.push(self._detokenizer.flush()), self._splitter.flush()):
-                reasoning, content = reasoning + more, content + rest
+            more, rest = self._flush(is_cut=is_cut)
+            reasoning, content = reasoning + more, content + rest
         text, stop = self._stop_matcher.push(content, may_stop=may_stop)
         if is_last and stop is None:
             text += self._stop_matcher.flush()
@@ -90,24 +101,48 @@ class OutputText:
             reasoning, content = reasoning + more, content + rest
         return reasoning, content
 
+    def _flush(self, *, is_cut: bool) -> tuple[str, str]:
+        half = "" if is_cut and self.is_reasoning else self._detokenizer.flush()  # of a character: it may be a tag's
+        ends = (self._splitter.push(half), self._splitter.flush(is_cut=is_cut))
+        reasoning, content = ("".join(parts) for parts in zip(*ends, strict=True))
+        return reasoning, "" if self._has_left else content
+
     def _take(self, token_id: int) -> tuple[str, str]:
-        if self._matcher is not None and self._splitter.phase is Phase.START and token_id not in self._start_tag_ids:
-            self._splitter = ReasoningSplitter(None)  # the matcher sees this token: it has to be answer
         before = self._splitter.phase
         is_break = token_id in self._breaks_allowed()
-        reasoning, content = self._splitter.push(self._detokenizer.push((token_id,)))
+        text = self._detokenizer.push((token_id,))
+        reasoning, content = self._splitter.push(text)
         if before is not Phase.CONTENT:
             self._num_tokens += 1
             if self._splitter.has_reasoning:  # now also those that began to spell the start tag
                 self.num_reasoning_tokens = self._num_tokens
         if is_break:
             self._num_breaks += self._break_ids[token_id]
+        elif before is Phase.START:
+            self._follow_start(token_id, text, content)
         elif self._matcher is not None and before is Phase.CONTENT:
             self._break_ids = {}
             self._matcher.accept((token_id,))
         elif self._matcher is not None and content:  # it came with the token that ended the reasoning
             self._matcher.accept_text(content)
         return reasoning, content
+
+    def _follow_start(self, token_id: int, text: str, content: str) -> None:
+        """Let the matcher follow a token that came while it was open whether reasoning comes first."""
+        if self._grammar is None or self._matcher is None or self._start_tag is None:
+            return
+        if self._splitter.phase is Phase.START:
+            self._start_tag.push(token_id)
+            is_answer = not self._has_left and self._matcher.try_accept(token_id)
+            self._has_ended = not text and self._tokenizer.is_special(token_id) and self._matcher.complete
+            self._has_left = not is_answer and not self._has_ended
+        elif self._splitter.has_reasoning or self._has_left:
+            self._has_left = False
+            self._matcher = self._grammar.start()
+            if content:
+                self._matcher.accept_text(content)
+        else:
+            self._matcher.accept((token_id,))
 
     def _breaks_allowed(self) -> tuple[int, ...]:
         """The tokens of line breaks that may come now although they are no part of the answer."""
@@ -120,9 +155,3 @@ def _break_ids(matcher: Matcher) -> dict[int, int]:
     """How many line breaks each token of nothing else is, up to `_MAX_BREAKS`."""
     ids = {number: matcher.token_of("\n" * number) for number in range(1, _MAX_BREAKS + 1)}
     return {token_id: number for number, token_id in ids.items() if token_id is not None}
-
-
-def _start_tag_ids(tokenizer: Tokenizer, thinking: Thinking | None) -> tuple[int, ...]:
-    """The one token that spells the start tag; none if it takes several."""
-    token_id = None if thinking is None else tokenizer.added_id(thinking.start)
-    return () if token_id is None else (token_id,)

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from miniserve.errors import InvalidParameterError, QueueFullError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
-from miniserve.structured.numbers import inexact_number
+from miniserve.structured.numbers import inexact_number, lossy_multiple
+from miniserve.structured.optional import too_many_optional
 from miniserve.structured.reasons import in_words
+from miniserve.structured.references import misread_reference
 from miniserve.structured.rehearsal import Rehearsal
 from miniserve.structured.shortest import unfinishable
 from miniserve.structured.sources import refused, to_grammar
@@ -31,6 +33,8 @@ _MAX_CACHED_GRAMMARS = 64
 _MAX_CACHED_CHARACTERS = 2**20
 _NUM_REHEARSALS = 2
 _MAX_WAIT_SECONDS = 2.0  # for one of them
+# What the library does not notice, or not before it is in the middle of an answer.
+_CHECKS = (inexact_number, lossy_multiple, misread_reference, too_many_optional)
 
 
 class GrammarError(Exception):
@@ -75,6 +79,17 @@ class Matcher:
         """
         if not self._matcher.consume_tokens(list(token_ids)):
             raise GrammarError(in_words(self._matcher.get_error()))
+
+    def try_accept(self, token_id: int) -> bool:
+        """Go on by this token if it is allowed here; returns whether it was.
+
+        Raises:
+            GrammarError: following it takes too much.
+        """
+        is_allowed = self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_error():
+            raise GrammarError(in_words(self._matcher.get_error()))
+        return is_allowed
 
     def accept_text(self, text: str) -> None:
         """Go on by `text`, whatever its tokens. Raises as `accept`."""
@@ -160,7 +175,7 @@ class GrammarCompiler:
         if (cached := self._cache.get(asked)) is not None:
             return cached
         grammar = to_grammar(asked)
-        if reason := inexact_number(asked):
+        if reason := _unkept(asked):
             raise refused(asked, reason)
         with self._turn() as rehearsal:
             if (cached := self._cache.get(asked)) is not None:  # while this thread waited
@@ -194,7 +209,7 @@ class GrammarCompiler:
 
     def _compile(self, asked: StructuredOutput, grammar: str) -> Grammar:
         tokenizer = self._library()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(spare=2))
         if matcher.is_error():
             raise _refused(asked, matcher.get_error())
         matcher.compute_bitmask()  # copies inherit what it has found out
@@ -245,6 +260,14 @@ def _vocabulary(tokenizer: Tokenizer, num_token_ids: int, eos_token_ids: frozens
         return Vocabulary(tokens, special_ids, end_ids)
     # llguidance needs one: a token that the model does not have.
     return Vocabulary([*tokens, b"<end>"], [*special_ids, num_token_ids], [num_token_ids])
+
+
+def _unkept(asked: StructuredOutput) -> str:
+    """Why a grammar would not keep to what is asked for; empty if it would, as far as is known."""
+    try:
+        return next(filter(None, (check(asked) for check in _CHECKS)), "")
+    except RecursionError:
+        return "it is nested too deeply"
 
 
 def _close(rehearsals: Iterable[Rehearsal]) -> None:

@@ -71,11 +71,14 @@ def make_tokenizer(vocabulary: Vocabulary, tokenize: TokenizeText | None = None)
     return LLTokenizer(_Wrapper(vocabulary, tokenize or greedy, greedy), eos_token=end_ids)  # type: ignore[arg-type]
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(*, spare: int = 1) -> LLParserLimits:
     """What one grammar may cost; beyond it the matcher fails.
+
+    Args:
+        spare: an answer has more room than its rehearsal, which does not come by every place.
 
     `step_max_items` is a fifth of the default. A mask usually takes 0.1 to 3 ms; of grammars made to be slow, a rule
     with itself as its first part in 100 alternatives takes 70 ms up to that limit, 300 alternatives take 500 ms, which
-    the rehearsal refuses.
+    the rehearsal refuses. With spare room, all of it is that much more.
     """
-    return LLParserLimits(step_max_items=10_000, verbose_errors=False)
+    return LLParserLimits(step_max_items=10_000 * spare, max_items_in_row=2000 * spare, verbose_errors=False)

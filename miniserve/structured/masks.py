@@ -34,11 +34,13 @@ class MaskQuery:
 
     Attributes:
         also_allowed: tokens that may come although the grammar does not know them.
+        only_those: nothing else may come, whatever the grammar says.
     """
 
     request_id: str
     matcher: Matcher
     also_allowed: tuple[int, ...] = ()
+    only_those: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
 
 def _mask(query: MaskQuery) -> Row:
     row = np.zeros(query.matcher.num_words, np.int32)
-    query.matcher.fill(row)
+    if not query.only_those:
+        query.matcher.fill(row)
     bits = row.view(np.uint32)
     for token_id in query.also_allowed:
         bits[token_id // 32] |= np.uint32(1 << token_id % 32)

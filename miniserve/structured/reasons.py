@@ -23,7 +23,7 @@ _REASONS = tuple(
         (r"invalid multiple of", "multipleOf must be a number greater than 0"),
         (
             r"'multipleOf' has too many digits",
-            "its multipleOf cannot be kept exactly; use an integer up to 4294967295, or a fraction of few digits such "
+            "its multipleOf cannot be kept exactly; use an integer up to 429496729, or a fraction of few digits such "
             "as 0.25",
         ),
         (

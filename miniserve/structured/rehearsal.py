@@ -29,12 +29,17 @@ from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
 
 REHEARSAL_SECONDS = 1.5
+_NUM_WALKS = 12
 _NUM_STEPS = 16
+_WALK_SECONDS = 0.1  # of processor time, when no other walk begins; most grammars take half of it for all
 _MAX_MASK_SECONDS = 0.25  # of processor time
 _MAX_GRAMMAR_BYTES = 2**26
 _MEMORY_BYTES = 2**31  # address space, most of which is never touched
 # Less than any thread has in which a grammar is compiled or followed.
 _STACK_BYTES = 2**20
+# Chance alone would end most objects at once, write blanks, or stay in the first string: much is found further in.
+_INWARD = ("{", "[", '"', ":", ",")
+_INWARD_SHARE = 0.7
 _TOO_HARD = f"it takes more than {REHEARSAL_SECONDS:g} s, or too much memory, to compile"
 
 
@@ -115,18 +120,31 @@ def _write(pipe: IO[bytes], message: object) -> None:
 
 
 def rehearse(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile it and write the beginning of an answer: what cannot be done, or is too much; empty if all is well."""
+    """Compile it and begin some answers: what cannot be done, or is too much; empty if all is well."""
     before = _resident_bytes()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return matcher.get_error()
-    dice, num_written = random.Random(0), 0
+    begun = time.thread_time()
+    for seed in range(_NUM_WALKS):
+        if seed and time.thread_time() - begun > _WALK_SECONDS:
+            break
+        if error := _walk(matcher.deep_copy(), tokenizer, random.Random(seed)):
+            return error
+    return "it takes too much memory" if _resident_bytes() - before > _MAX_GRAMMAR_BYTES else ""
+
+
+def _walk(matcher: LLMatcher, tokenizer: LLTokenizer, dice: random.Random) -> str:
+    """Write the beginning of an answer. What is wrong; empty if nothing is."""
+    inward = [token_ids[0] for text in _INWARD if len(token_ids := tokenizer.greedy_tokenize(text)) == 1]
+    num_written = 0
     while num_written < _NUM_STEPS:
         start = time.thread_time()
         mask = matcher.compute_bitmask()
         if time.thread_time() - start > _MAX_MASK_SECONDS:
             return "it takes too long to find out what may come next: too much of it matches at once"
-        token_id = _some_token(mask, tokenizer, dice)
+        deeper = [i for i in inward if mask[i // 8] >> i % 8 & 1] if dice.random() < _INWARD_SHARE else []
+        token_id = deeper[0] if deeper else _some_token(mask, tokenizer, dice)
         if token_id is None or not matcher.consume_token(token_id) or matcher.is_stopped():
             break
         num_written += 1
@@ -135,9 +153,7 @@ def rehearse(tokenizer: LLTokenizer, grammar: str) -> str:
         error = "" if num_written else "no answer is possible"
     elif "satisfy the grammar" in error:  # what the mask allowed
         error = "it asks for text that the model has no tokens for"
-    if error:
-        return error
-    return "it takes too much memory" if _resident_bytes() - before > _MAX_GRAMMAR_BYTES else ""
+    return error
 
 
 def _some_token(mask: bytes, tokenizer: LLTokenizer, dice: random.Random) -> int | None:

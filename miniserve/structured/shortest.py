@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from miniserve.sampling_params import StructuredOutput
+from miniserve.structured.references import Reference, References
 from miniserve.structured.sources import schemas_of
 
 _MAX_ROUNDS = 16  # a schema that takes more of them to settle is let through
@@ -35,7 +36,7 @@ def unfinishable(asked: StructuredOutput, *, longest_token: int, max_tokens: flo
 def _reason(shortest: _Shortest, max_tokens: float) -> str:
     num_tokens = shortest.num_tokens()
     if num_tokens == math.inf:
-        circle = next((name for name, needed in shortest.references.items() if needed == math.inf), None)
+        circle = next((name for (_, name), needed in shortest.needed.items() if needed == math.inf), None)
         if circle is None:
             return "no answer is possible"
         return f"no answer can be finished: what $ref {circle[:100]!r} names requires itself again, without end"
@@ -50,23 +51,23 @@ class _Shortest:
     """The least solution of "as long as what it requires", found from above.
 
     Attributes:
-        references: tokens that the target of each "$ref" takes, as far as is known.
+        needed: tokens that the target of each reference takes, as far as is known.
     """
 
     def __init__(self, root: Any, longest_token: int) -> None:
         self._root = root
         self._longest_token = longest_token
-        self.references: dict[str, float] = dict.fromkeys(_references(root), math.inf)
+        self._references = References(root)
+        self.needed: dict[Reference, float] = dict.fromkeys(self._references.targets, math.inf)
 
     def num_tokens(self) -> float:
         """Of the whole answer."""
-        anchors = _anchors(self._root)
-        targets = [(name, anchors[name] if name in anchors else _target(name, self._root)) for name in self.references]
+        targets = list(self._references.targets.items())
         for _ in range(_MAX_ROUNDS):
-            before = dict(self.references)
+            before = dict(self.needed)
             for name, target in targets:
-                self.references[name] = self._value(target)
-            if self.references == before:
+                self.needed[name] = self._value(target)
+            if self.needed == before:
                 return self._value(self._root)
             targets.reverse()  # a chain settles in one round of the right direction
         return 0
@@ -78,7 +79,8 @@ class _Shortest:
         if not isinstance(schema, Mapping):
             return 1
         kinds = schema.get("type", kinds)
-        needed = [1.0, self.references.get(schema["$ref"], 1) if isinstance(schema.get("$ref"), str) else 1]
+        reference = self._references.key(schema)
+        needed = [1.0, 1.0 if reference is None else self.needed[reference]]
         needed += (self._value(part, kinds) for part in _list(schema.get("allOf")))
         for choices in (schema[key] for key in ("anyOf", "oneOf") if key in schema):
             needed.append(min((self._value(choice, kinds) for choice in _list(choices)), default=1))
@@ -117,46 +119,6 @@ class _Shortest:
 
     def _text(self, length: int) -> float:
         return max(1, length // self._longest_token)
-
-
-def _references(root: Any) -> Iterator[str]:
-    """All that any part of a schema refers to."""
-    return (part["$ref"] for part in _objects(root) if isinstance(part.get("$ref"), str))
-
-
-def _anchors(root: Any) -> dict[str, Any]:
-    """What "#name" refers to, by that reference; None where several have the name, each in a document of its own."""
-    result: dict[str, Any] = {}
-    for part in _objects(root):
-        if isinstance(name := part.get("$anchor"), str):
-            result["#" + name] = None if "#" + name in result else part
-    return result
-
-
-def _objects(root: Any) -> Iterator[Mapping[str, Any]]:
-    """Each object in a JSON value."""
-    waiting = [root]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Mapping):
-            yield value
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-
-
-def _target(reference: str, root: Any) -> Any:
-    """What a reference by place within the schema (RFC 6901) points at; None for all else."""
-    if reference != "#" and not reference.startswith("#/"):
-        return None
-    target = root
-    for part in reference[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list):
-            target = target[int(name)] if name.isdecimal() and int(name) < len(target) else None
-        else:
-            target = target.get(name) if isinstance(target, Mapping) else None
-    return target
 
 
 def _list(value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
+from miniserve.strict_json import read_json
 
 # A schema must not change them for itself. White space between the parts of a document is one blank, or a line break
 # with indentation: a small model would write it for ever. Escapes such as \u00e9 are JSON like any others.
@@ -88,8 +89,8 @@ def _from_schema(asked: StructuredOutput) -> str:
     known = {name: value for name, value in schema.items() if name != "x-guidance"}
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(known), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
-    except ValueError as error:  # JSON that only Python reads: NaN, half a surrogate pair
-        raise refused(asked, f"it is not valid JSON: {error}") from error
+    except ValueError as error:  # escapes that only Python reads
+        raise refused(asked, "it is not valid JSON: it has half a surrogate pair, \\ud800 to \\udfff") from error
 
 
 def _from_choices(asked: StructuredOutput) -> str:
@@ -102,8 +103,6 @@ def _from_choices(asked: StructuredOutput) -> str:
 
 def _parse(asked: StructuredOutput) -> Any:
     try:
-        return json.loads(asked.source)
-    except RecursionError as error:
-        raise refused(asked, "it is nested too deeply") from error
+        return read_json(asked.source)
     except ValueError as error:
         raise refused(asked, f"it is not valid JSON: {error}") from error

@@ -8,6 +8,7 @@ text without adding special tokens, for templates write their own. What users sp
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -158,7 +159,7 @@ def _check_json(template_kwargs: Mapping[str, Any]) -> None:
             children = [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             children = list(value)
-        elif value is not None and not isinstance(value, (bool, int, float)):
+        elif not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
             raise InvalidParameterError(
                 f"chat_template_kwargs must hold JSON values, got {shown(value)}", param="chat_template_kwargs"
             )

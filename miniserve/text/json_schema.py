@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from miniserve.errors import InvalidParameterError, shown
+from miniserve.strict_json import check_json
 
 MAX_SCHEMA_DEPTH = 100  # what walks through a schema may recurse
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
@@ -81,34 +82,31 @@ def check_schema(schema: Any, where: str, param: str) -> None:
     Raises:
         InvalidParameterError: of `param`; the message names the keyword at fault.
     """
-    check_depth(schema, where, param)
+    check_json(schema, where, param, max_depth=MAX_SCHEMA_DEPTH)
     anchors = frozenset(_anchors(schema))
-    waiting: list[tuple[str, Any]] = [("", schema)]
+    waiting: list[tuple[str, Any, Any]] = [("", schema, schema)]
     while waiting:
-        path, value = waiting.pop()
+        path, value, document = waiting.pop()
         if isinstance(value, bool):
             continue
         if not isinstance(value, Mapping):
             demand = f"must be an object or a boolean, got {shown_json(value)}"
             raise _malformed(path or "it", demand, where, param)
+        if _is_document(value):
+            document = value
         for keyword, given in value.items():
-            if (fault := _fault(keyword, given, schema, anchors)) is not None:
+            if (fault := _fault(keyword, given, document, anchors)) is not None:
                 raise _malformed(_join(path, keyword), fault, where, param)
-            waiting += _subschemas(_join(path, keyword), keyword, given)
+            waiting += ((*part, document) for part in _subschemas(_join(path, keyword), keyword, given))
 
 
 def check_depth(schema: Any, where: str, param: str) -> None:
-    """Refuse a schema that nests deeper than any honest one.
+    """Refuse a schema that nests deeper than any honest one, or has what is no JSON in it.
 
     Raises:
         InvalidParameterError: of `param`, whose part `where` it is.
     """
-    level = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise InvalidParameterError(f"{where} nests more than {MAX_SCHEMA_DEPTH} deep; make it flatter", param=param)
+    check_json(schema, where, param, max_depth=MAX_SCHEMA_DEPTH)
 
 
 def shown_json(value: Any) -> str:
@@ -124,6 +122,11 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list) else ()
+
+
+def _is_document(schema: Mapping[str, Any]) -> bool:
+    """Whether references within, by place, are to places in itself. In older drafts "#name" is an anchor."""
+    return isinstance(name := schema.get("$id"), str) and not name.startswith("#")
 
 
 def _fault(keyword: str, given: Any, root: Any, anchors: frozenset[str]) -> str | None:

@@ -5,11 +5,11 @@ Does not know templates: what those want of a broken call, the caller says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miniserve.errors import InvalidParameterError, UnsupportedParameterError, shown
+from miniserve.strict_json import check_json, read_json
 
 Message = Mapping[str, Any]
 
@@ -45,8 +45,14 @@ def check_history(messages: Sequence[Message]) -> None:
         InvalidParameterError, UnsupportedParameterError: names the message.
     """
     call_ids: set[str] = set()
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise _wrong(f"messages must be a list of messages, each with role and content, got {_kind(messages)}")
     for index, message in enumerate(messages):
-        where, role = f"messages[{index}]", message.get("role")
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise _wrong(f"{where} must be an object with role and content, got {_kind(message)}")
+        check_json(dict(message), where, "messages")
+        role = message.get("role")
         _check_fields(message, where)
         if role == "assistant":
             call_ids |= _ids_of_calls(message, where)
@@ -204,8 +210,8 @@ def _parsed_arguments(text: str, keep_broken: bool) -> Mapping[str, Any] | str:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = read_json(text)
+    except ValueError:
         value = text
     if value is None:
         return {}
@@ -224,4 +230,5 @@ def _kind(value: Any) -> str:
         (Mapping, "an object"),
         (Sequence, "a list"),
     )
-    return next((name for kind, name in names if isinstance(value, kind)), "null")
+    default = "null" if value is None else type(value).__name__
+    return next((name for kind, name in names if isinstance(value, kind)), default)

@@ -74,13 +74,16 @@ class ReasoningSplitter:
         seen, self._held = self._held + text, ""
         return self._begin(seen) if self.phase is Phase.START else self._reason(seen)
 
-    def flush(self) -> tuple[str, str]:
-        """End the text: what was held back became no tag."""
+    def flush(self, *, is_cut: bool = False) -> tuple[str, str]:
+        """End the text: what was held back became no tag.
+
+        `is_cut`: it would have gone on. Then the beginning of an end tag is taken for one, and not shown.
+        """
         held, self._held = self._held, ""
         if self.phase is Phase.START:
             self.phase = Phase.CONTENT
             return "", held
-        return self._reasoning(held), ""
+        return self._reasoning("" if is_cut else held), ""
 
     def _begin(self, seen: str) -> tuple[str, str]:
         text = seen.lstrip()

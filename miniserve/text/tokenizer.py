@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token: of a special token its spelling, of an id outside the vocabulary none."""
         return self._bytes.get(token_id, b"")
+
+    def beginnings_of(self, data: bytes) -> tuple[int, ...]:
+        """The tokens, special ones aside, that are shown as a beginning of `data`, or as all of it."""
+        parts = (data[:length] for length in range(1, len(data) + 1))
+        return tuple(token_id for part in parts if (token_id := self._ids_of_bytes.get(part)) is not None)
+
+    @cached_property
+    def _ids_of_bytes(self) -> dict[bytes, int]:
+        """One token for each; of several, the last, which is none of SentencePiece's single bytes."""
+        return {data: token_id for token_id, data in self._bytes.items() if token_id not in self._special_ids}
 
     def min_num_tokens(self, num_characters: int) -> int:
         """A text of this length has at least as many tokens: a bound that needs no tokenising."""

@@ -154,7 +154,7 @@ def test_a_plot_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPa
 
 def run_bench(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "main.py", "bench", *flags]
-    root = Path(cli.__file__).parents[1]
+    root = Path(cli.__file__).parents[2]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=root)
 
 

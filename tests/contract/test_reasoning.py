@@ -89,3 +89,36 @@ def test_variables_that_are_not_the_templates(thinking: Server) -> None:
     for kwargs in wrong:
         response = thinking.post(CHAT, messages=[{"role": "user", "content": "Hi"}], chat_template_kwargs=kwargs)
         check_error(response, 400, "invalid_value", "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_reasoning_is_the_same_whatever_the_grammar(thinking: Server, strict: bool, space: str) -> None:
+    """Bug: beside a strict tool, reasoning behind a line break, or spelled in letters, was content, calls and all."""
+    tool = {"type": "function", "function": {"name": "f", "strict": strict}}
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    said = f"<<say {space}<think>f? {call}</think>Hm. {call}>>"
+    for send in (thinking.chat, thinking.chat_stream):
+        answer = send(said, tools=[tool])
+        assert (answer.reasonings, answer.texts) == ([f"f? {call}"], ["Hm."])
+        assert answer.tool_calls == [[("f", "{}")]] and answer.finish_reason == "tool_calls"
+
+
+def test_a_model_may_reason_before_it_is_held_to_a_structure(thinking: Server) -> None:
+    """Bug: with a tag of several tokens, it was kept from that without a word."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for send in (thinking.chat, thinking.chat_stream):
+        answer = send('<<say <think>hm</think>{"a": 1}>>', response_format={"type": "json_object"})
+        assert (answer.reasonings, answer.texts) == (["hm"], ['{"a": 1}'])
+        answer = send(f"<<say \n<think>hm</think>\n{call}>>", tools=[tool], tool_choice="required", max_tokens=200)
+        assert (answer.reasonings, answer.text) == (["hm"], "") and answer.tool_calls[0][0] == ("f", "{}")
+
+
+def test_half_of_a_tag_is_nothing_where_it_is_cut(thinking: Server) -> None:
+    said = '<<say <think>hm</think>{"a": 1}>>'
+    for length in range(1, len('<think>hm</think>{"a": 1}')):
+        asked = {"response_format": {"type": "json_object"}, "max_tokens": length}
+        whole, joined = thinking.chat(said, **asked), thinking.chat_stream(said, **asked)
+        assert joined.content() == whole.content() and whole.finish_reason == "length"
+        assert (whole.reasonings, whole.text) == (["hm"[: max(0, length - 7)]], '{"a": 1}'[: max(0, length - 17)])

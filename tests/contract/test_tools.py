@@ -129,8 +129,9 @@ def test_asynchronous_streams_side_by_side(thinking: Server) -> None:
     [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})],
 )
 def test_a_model_that_has_to_call_does(thinking: Server, choice: Any, names: set[str]) -> None:
-    """It would rather say something else."""
+    """It would rather say something else. It must not reason: it would never come to an end."""
     fields: dict[str, Any] = {"tools": [TOOL, FREE_TOOL], "tool_choice": choice, "max_tokens": 400}
+    fields["chat_template_kwargs"] = {"enable_thinking": False}
     for answer in (thinking.chat("<<say I will not>>", **fields), thinking.chat_stream("<<say No>>", **fields)):
         [calls] = answer.tool_calls
         assert calls and {name for name, _ in calls} <= names and answer.text == ""
@@ -161,6 +162,30 @@ def test_a_call_that_is_cut_before_its_name_leaves_nothing(thinking: Server, max
         [calls] = answer.tool_calls or [[]]
         assert [name for name, _ in calls] == ["weather"] * len(calls)
         assert bool(calls) is (max_tokens > 5)
+
+
+def test_beside_a_response_format_a_cut_call_leaves_nothing(thinking: Server) -> None:
+    """Bug: the beginning of its tag was shown as the answer. What is cut of a JSON answer is shown."""
+    fields: dict[str, Any] = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+    for said, is_answer in ((call(), False), ('{"a": "<tool_call>"}', True)):
+        for max_tokens in (1, 4, 11, 19, 25):
+            for send in (thinking.chat, thinking.chat_stream):
+                answer = send(says(said), **fields, max_tokens=max_tokens)
+                assert answer.text == (said[:max_tokens] if is_answer else "")
+
+
+def test_text_around_calls_stays_apart(thinking: Server) -> None:
+    """Bug: it was glued together."""
+    for send in (thinking.chat, thinking.chat_stream):
+        assert send(says(f"Let me look.{call('time', '{}')}Done?"), tools=[FREE_TOOL]).text == "Let me look.\nDone?\n"
+
+
+def test_arguments_are_json_where_a_line_break_was_not_escaped(thinking: Server) -> None:
+    """Bug: they ended there."""
+    said = says(call("time", '{"city": "a\nb"}'))
+    for send in (thinking.chat, thinking.chat_stream):
+        [[(_, arguments)]] = send(said, tools=[FREE_TOOL]).tool_calls
+        assert json.loads(arguments) == {"city": "a\nb"}
 
 
 def test_only_one_call_where_they_may_not_be_parallel(thinking: Server) -> None:

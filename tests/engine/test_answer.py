@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from miniserve.engine.answer import Answer, AnswerDelta, ReasoningDelta, deltas_of, join_deltas
 from miniserve.outputs import EngineOutput, FinishReason, ToolCall, Usage
-from miniserve.text.parsers.base import ArgumentsDelta, CallStart, TextDelta
+from miniserve.text.parsers.base import ArgumentsDelta, CallsOrAnswer, CallStart, TextDelta
 from miniserve.text.parsers.hermes import HermesFormat
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -25,6 +29,23 @@ def test_what_the_parser_holds_back_comes_with_the_end() -> None:
     assert deltas_of(output("a <tool"), parser) == [TextDelta("a")]
     last = deltas_of(output("", finish_reason=FinishReason.LENGTH), parser)
     assert join_deltas(last).text == " <tool"
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "text"),
+    [
+        (FinishReason.STOP, None, "<"),
+        (FinishReason.STOP, "t", ""),
+        (FinishReason.STOP, 7, ""),
+        (FinishReason.LENGTH, None, ""),
+        (FinishReason.ABORT, None, ""),
+        (FinishReason.ERROR, None, ""),
+    ],
+)
+def test_the_parser_is_told_of_a_cut(reason: FinishReason, stop_reason: int | str | None, text: str) -> None:
+    parser = CallsOrAnswer(HermesFormat().parser([]), HermesFormat.opening)
+    last = replace(output("<", finish_reason=reason), stop_reason=stop_reason)
+    assert join_deltas(deltas_of(last, parser)).text == text
 
 
 def test_joining() -> None:

@@ -232,6 +232,26 @@ def test_what_the_answer_looks_like_reaches_the_request() -> None:
         ("response_format", {"type": "xml"}),
         ("reasoning_effort", "huge"),
         ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", "x"),
+        ("chat_template_kwargs", []),
+        ("chat_template_kwargs", {"a": float("nan")}),
+        ("chat_template_kwargs", {"a": object()}),
+        ("parallel_tool_calls", "x"),
+        ("parallel_tool_calls", None),
+        ("continue_final_message", "x"),
+        ("continue_final_message", 1),
+        ("reasoning_effort", []),
+        ("reasoning_effort", 5),
+        ("tools", 5),
+        ("tools", [None]),
+        ("tool_choice", 5),
+        ("tool_choice", {"type": "function", "function": []}),
+        ("response_format", "json"),
+        ("response_format", {"type": []}),
+        ("response_format", {"type": "json_object", "schema": {"minimum": float("nan")}}),
+        ("response_format", {"type": "json_object", "schema": {"const": object()}}),
+        ("response_format", {"type": "json_object", "schema": {1: {}}}),
+        ("response_format", {"type": "json_object", "schema": {"const": 10**5000}}),
     ],
 )
 def test_a_wrong_chat_option_runs_nothing(field: str, value: Any) -> None:
@@ -261,21 +281,76 @@ def test_two_open_streams_get_their_own_outputs() -> None:
     assert not llm.parts.engine.has_work
 
 
-@pytest.mark.parametrize("prompts", [None, 5, [None], [3.5]])
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value += [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"minimum": float("nan")}}}, "schema.properties.a.minimum is nan, which is no number"),
+        ({"enum": [1, -float("inf")]}, r"schema.enum\[1\] is -inf"),
+        ({"const": {"a": {1, 2}}}, "schema.const.a is of the type set, which JSON does not have"),
+        ({"const": {"a": {None: 1}}}, "schema.const.a has the key None; keys of JSON are strings"),
+        ({"const": "\ud800"}, "schema.const has half a surrogate pair"),
+        ({"const": endless()}, "nests more than 100 deep"),
+    ],
+    ids=["nan", "infinity", "set", "key", "surrogate", "endless"],
+)
+def test_a_schema_that_json_cannot_spell_is_named(schema: Any, message: str) -> None:
+    """Bug: the message named a column of a text that nobody had written."""
+    with pytest.raises(InvalidParameterError, match=message):
+        make_llm().chat([{"role": "user", "content": "hi"}], response_format={"type": "json_object", "schema": schema})
+
+
+def test_tools_that_json_cannot_spell_are_named() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"default": object()}}}}
+    with pytest.raises(
+        InvalidParameterError, match=r"tools\[0\]\.function\.parameters.*a\.default is of the type object"
+    ):
+        make_llm().chat([{"role": "user", "content": "hi"}], tools=[{"type": "function", "function": function}])
+
+
+def test_two_forms_of_the_answer() -> None:
+    """Bug: one of them won without a word."""
+    sampling = SamplingParams(structured_outputs=StructuredOutput.choice(["a"]))
+    with pytest.raises(InvalidParameterError, match="response_format and structured_outputs") as error:
+        make_llm().chat([{"role": "user", "content": "hi"}], sampling, response_format={"type": "json_object"})
+    assert error.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], [3.5], b"abc", [b"abc"], {"a": 1}, [True], ["a", 5]])
 def test_prompts_of_a_wrong_type(prompts: Any) -> None:
     with pytest.raises(InvalidParameterError) as error:
         make_llm(HELLO).generate(prompts)
     assert error.value.param == "prompt"
 
 
-@pytest.mark.parametrize("sampling", ["x", [None]])
+@pytest.mark.parametrize("sampling", ["x", [None], 5, {"temperature": 0}, iter([])])
 def test_sampling_of_a_wrong_type(sampling: Any) -> None:
     with pytest.raises(InvalidParameterError) as error:
         make_llm(HELLO).generate("abc", sampling)
     assert error.value.param == "sampling"
 
 
-@pytest.mark.parametrize("messages", ["hi", None, 5])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *("hi", None, 5, b"hi", [5], [None], ["hi"], [[5]], [{"role": "user", "content": "hi"}, "x"]),
+        [{"role": "user", "content": {"a"}}],
+        [{"role": "user", "content": "hi", "extra": float("inf")}],
+        [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {"n": float("nan")}}}],
+            },
+        ],
+    ],
+    ids=repr,
+)
 def test_messages_of_a_wrong_type(messages: Any) -> None:
     with pytest.raises(InvalidParameterError) as error:
         make_llm(HELLO).chat(messages)

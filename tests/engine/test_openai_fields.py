@@ -102,6 +102,10 @@ def test_messages_name_the_field_that_was_sent() -> None:
             r"structured_outputs\.json is not.*: type must be one",
         ),
         (parse_structured_outputs, {"json": '{"const": ' + "9" * 5000 + "}"}, "an integer of thousands of digits"),
+        (parse_structured_outputs, {"json": '{"minimum": NaN}'}, "structured_outputs.json is not.*: NaN is no number"),
+        (parse_structured_outputs, {"json": '{"minimum": -1e400}'}, "-1e400 is too large for a number"),
+        (parse_structured_outputs, {"json": '{"const": "\\ud800"}'}, "outputs.json.const has half a surrogate pair"),
+        (parse_structured_outputs, {"choice": ["\ud800"]}, r"outputs.choice\[0\] has half a surrogate pair"),
         (parse_structured_outputs, {"json": {"multipleOf": 0}}, "multipleOf must be a number greater than 0, got 0"),
         (parse_response_format, {"type": "json_schema"}, "must have an object as json_schema, got nothing"),
         (

@@ -11,6 +11,7 @@ from miniserve.errors import InvalidParameterError
 from miniserve.text.parsers.base import Tool
 
 CAT, DOG = Tool("cat"), Tool("dog")
+WRONG_KWARGS: tuple[Any, ...] = ("x", 5, [], None)
 
 
 @pytest.mark.parametrize(
@@ -23,12 +24,52 @@ CAT, DOG = Tool("cat"), Tool("dog")
         ({"tool_name": "cat", "tools": (CAT,)}, "tool_choice", "tool_choice is auto, but names a function"),
         ({"reasoning_effort": "maximal"}, "reasoning_effort", "minimal, low, .*got 'maximal'"),
         ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
+        *(
+            ({name: value}, name, "must be true or false, got ")
+            for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message", "add_special_tokens")
+            for value in ("x", 1, None)
+        ),
+        *(({"template_kwargs": wrong}, "chat_template_kwargs", "must be an object, got ") for wrong in WRONG_KWARGS),
     ],
 )
 def test_chat_options_that_are_wrong(options: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidParameterError, match=words) as caught:
         ChatOptions(**options)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("effort", "variables"),
+    [
+        ("none", {"enable_thinking": True}),
+        ("none", {"thinking": True}),
+        ("none", {"enable_thinking": None}),
+        ("high", {"enable_thinking": False}),
+        ("low", {"thinking": False}),
+        ("high", {"thinking": 0}),
+        ("high", {"reasoning_effort": "low"}),
+    ],
+)
+def test_an_effort_and_a_variable_that_contradict_each_other(effort: str, variables: dict[str, Any]) -> None:
+    """Bug: one won without a word; or the model was said to reason always."""
+    [name] = variables
+    with pytest.raises(
+        InvalidParameterError, match=f"{effort}.*chat_template_kwargs has {name} = .*contradict"
+    ) as error:
+        ChatOptions(reasoning_effort=effort, template_kwargs=variables)
+    assert error.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("effort", "variables"),
+    [
+        ("none", {"enable_thinking": False, "reasoning_effort": "none"}),
+        ("high", {"enable_thinking": True, "thinking": 7, "other": False}),
+        (None, {"enable_thinking": False, "reasoning_effort": "high"}),
+    ],
+)
+def test_an_effort_and_variables_that_agree(effort: str | None, variables: dict[str, Any]) -> None:
+    assert ChatOptions(reasoning_effort=effort, template_kwargs=variables).template_kwargs == variables
 
 
 @pytest.mark.parametrize(

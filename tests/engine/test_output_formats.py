@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from miniserve.errors import ContextLengthError, InvalidParameterError
 from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
 from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.text.chat_template import ChatTemplate
-from miniserve.text.parsers.base import Tool, read_tools
+from miniserve.text.parsers.base import TextDelta, Tool, read_tools
 from miniserve.text.parsers.tool_format import NO_IDS
 from miniserve.text.tokenizer import Tokenizer
 from tests.chat_templates import THINKING_WITH_TOOLS
@@ -129,7 +130,7 @@ def test_a_completion_with_a_structure() -> None:
         ({"template_kwargs": {"enable_thinking": True}}, INSIDE),
         ({"reasoning_effort": "none"}, None),
         ({"reasoning_effort": "high"}, INSIDE),
-        ({"reasoning_effort": "high", "template_kwargs": {"enable_thinking": False}}, None),
+        ({"reasoning_effort": "none", "template_kwargs": {"enable_thinking": False}}, None),
         ({"add_generation_prompt": False}, THINK),
     ],
 )
@@ -142,6 +143,15 @@ def test_a_template_that_opens_the_reasoning() -> None:
     assert format_of(OPENING, reasoning_effort="low").thinking == INSIDE
     with pytest.raises(InvalidParameterError, match="always reasons") as caught:
         format_of(OPENING, reasoning_effort="none")
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_a_final_message_that_opens_the_reasoning() -> None:
+    """Bug: the chat template was said to open it."""
+    messages = [USER, {"role": "assistant", "content": "<think>So"}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(InvalidParameterError, match="'none', but the final message opens the reasoning") as caught:
+        format_of(THINKING_WITH_TOOLS, *messages, reasoning_effort="none", **options)
     assert caught.value.param == "reasoning_effort"
 
 
@@ -201,6 +211,26 @@ def test_special_tokens_that_a_tool_spells_are_text() -> None:
     for template in (PLAIN, THINKING_WITH_TOOLS + "{{ tools | tojson }}"):
         ids = make_processor(template).tokenize_chat([USER], ChatOptions(tools=(tool,)))
         assert "<eos>" in TOKENIZER.decode(ids) and TOKENIZER.eos_token_id not in ids
+
+
+@pytest.mark.parametrize(
+    ("chat", "structure", "shown"),
+    [
+        (ChatOptions(tools=TOOLS), JSON, ""),
+        (ChatOptions(tools=TOOLS), REGEX, ""),
+        (ChatOptions(tools=TOOLS), None, "<to"),
+        # What is gone on with may be in the middle of a string.
+        (ChatOptions(tools=TOOLS, continue_final_message=True, add_generation_prompt=False), JSON, "<to"),
+    ],
+)
+def test_the_beginning_of_a_call_beside_a_structure(
+    chat: ChatOptions, structure: StructuredOutput | None, shown: str
+) -> None:
+    """Bug: where only a call begins so, it was shown as the answer when it was cut."""
+    parser = make_processor(THINKING_WITH_TOOLS).tool_parser(chat, structure)
+    assert parser is not None
+    deltas = parser.push("<to") + parser.flush(is_cut=True)
+    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == shown
 
 
 def test_tags_that_are_special_tokens_are_shown() -> None:
@@ -263,17 +293,19 @@ def test_a_strict_tool_has_a_grammar_though_nothing_is_demanded() -> None:
 def test_the_field_at_fault_is_named() -> None:
     """Bug kind: who sent a wrong regular expression beside tools was told that the tools are wrong."""
     broken = StructuredOutput("regex", "broken")
-    tool = Tool("wrong", None, {"properties": {"broken": {}}})
+    free = Tool("wrong", None, {"properties": {"broken": {}}})
+    tool = replace(free, strict=True)
     place = "tools[2].function.parameters"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"structure": broken}, "structured_outputs"),
         ({"structure": broken, "tools": TOOLS}, "structured_outputs"),
         ({"structure": broken, "tools": (tool,)}, "structured_outputs"),
+        ({"structure": broken, "tools": (free,)}, "structured_outputs"),
         ({"structure": REGEX, "tools": (*TOOLS, tool)}, place),
         ({"structure": JSON, "tools": (*TOOLS, tool, *STRICT)}, place),
         ({"tools": (*TOOLS, tool), "tool_choice": "required"}, place),
         ({"tools": (*TOOLS, tool), "tool_choice": "required", "tool_name": "wrong"}, place),
-        ({"tools": (*TOOLS, tool, Tool("strict", strict=True))}, place),
+        ({"tools": (free, free, tool, Tool("strict", strict=True))}, place),
         ({"tools": (*TOOLS, tool, *(Tool(f"f{i}") for i in range(20))), "tool_choice": "required"}, place),
     ]
     for options, param in cases:
@@ -288,10 +320,20 @@ def test_what_is_too_much_only_together_is_the_fault_of_all_tools() -> None:
     with pytest.raises(InvalidParameterError, match=r"^tools has 18\d{4} characters") as caught:
         format_of(THINKING_WITH_TOOLS, tools=tools, tool_choice="required")
     assert caught.value.param == "tools"
+    tools = tuple(replace(tool, strict=True) for tool in tools)
     long = StructuredOutput("regex", "a" * 120_000)
     with pytest.raises(InvalidParameterError, match=r"tools beside structured_outputs\.regex has ") as caught:
         format_of(THINKING_WITH_TOOLS, tools=tools[:1], structure=long)
     assert caught.value.param == "tools"
+
+
+def test_only_strict_tools_are_held_to_their_schemas() -> None:
+    """Bug: one strict tool made the schemas of all others part of the grammar, and one of those could refuse it."""
+    wrong = Tool("wrong", None, {"properties": {"broken": {}}})
+    assert format_of(THINKING_WITH_TOOLS, tools=(wrong, *STRICT)).grammar is not None
+    assert format_of(THINKING_WITH_TOOLS, tools=(wrong,), structure=JSON).grammar is not None
+    with pytest.raises(InvalidParameterError, match="it is broken"):
+        format_of(THINKING_WITH_TOOLS, tools=(wrong, *STRICT), tool_choice="required")
 
 
 def test_structured_outputs_and_demanded_calls_exclude_each_other() -> None:

@@ -164,14 +164,33 @@ def test_a_stop_token_is_shown_where_it_came(text: str, expected: tuple[str, str
         ("<think>ab c", ("ab c", "")),
         ("<think>a  ", ("a", "")),
         ("  <thi", ("", "  <thi")),
-        ("<think>a </t", ("a </t", "")),
+        ("<think>a </t", ("a", "")),
+        ("<think>a </th\u00e9", ("a </th\u00e9", "")),
+        ("<think>1 <", ("1", "")),
+        ("<think>a</think", ("a", "")),
+        ("<think>a</think>b </t", ("a", "b </t")),
     ],
 )
 def test_length_in_the_reasoning(text: str, expected: tuple[str, str]) -> None:
+    """Bug: half of an end tag of many tokens was shown as reasoning."""
     line = encode(text, TOKENIZER)
     output = answer(line, TOKENIZER, max_tokens=len(line))
     assert (output.reasoning, output.text, output.finish_reason) == (*expected, FinishReason.LENGTH)
-    assert output.usage.reasoning_tokens == (len(line) if expected[0] else 0)
+    end = text.find("</think>")
+    assert output.usage.reasoning_tokens == (0 if not expected[0] else len(line) if end < 0 else end + len("</think>"))
+
+
+def test_half_of_an_end_tag_is_reasoning_where_the_model_ended_it() -> None:
+    output = answer([*encode("<think>a </t", TOKENIZER), EOS], TOKENIZER)
+    assert (output.reasoning, output.text, output.finish_reason) == ("a </t", "", FinishReason.STOP)
+
+
+def test_half_a_character_of_an_end_tag_is_cut_off_with_it() -> None:
+    thinking = Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7", inside=True)
+    line = encode("a\u25c1/think\u25b7", TOKENIZER)
+    for length in range(1, len(line) + 1):
+        output = answer(line, TOKENIZER, thinking, max_tokens=length)
+        assert (output.reasoning, output.text, output.finish_reason) == ("a", "", FinishReason.LENGTH)
 
 
 def test_half_a_character_before_the_end_tag() -> None:

@@ -7,8 +7,9 @@ here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from miniserve.outputs import EngineOutput, FinishReason, OutputFormat, Thinking
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.compiler import GrammarCompiler, GrammarError
 from miniserve.structured.masks import MaskQuery, MaskWorker
+from miniserve.text.parsers.base import Tool
+from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.tokenizer import Tokenizer
 from tests.engine.scripted import (
     EOS,
@@ -67,6 +70,13 @@ class FakeMatcher:
             if token_id not in self.following:
                 raise GrammarError(f"token {token_id} is not allowed")
             self.taken.append(token_id)
+
+    def try_accept(self, token_id: int) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        if is_allowed := token_id in self.following:
+            self.taken.append(token_id)
+        return is_allowed
 
     def accept_text(self, text: str) -> None:
         self.texts.append(text)
@@ -142,9 +152,17 @@ class FakeMaskWorker:
     def close(self) -> None: ...
 
 
+class NoMasks(FakeMaskWorker):
+    """Lets every token through."""
+
+    def start(self, queries: Sequence[MaskQuery]) -> FakeMasks:
+        return FakeMasks({}, {})
+
+
 def _row(query: MaskQuery) -> Any:
     row = np.zeros(-(-TAGS.num_token_ids // 32), np.int32)
-    query.matcher.fill(row)
+    if not query.only_those:
+        query.matcher.fill(row)
     allow(row, query.also_allowed)
     return row
 
@@ -180,16 +198,18 @@ def answer(
     thinking: Thinking | None = None,
     *,
     tokenizer: Tokenizer = TAGS,
+    masks: FakeMaskWorker | None = None,
     **sampling: Any,
 ) -> tuple[EngineOutput, FakeMaskWorker]:
-    worker = FakeMaskWorker()
+    worker = masks or FakeMaskWorker()
     engine = make({"a": line}, tokenizer, masks=worker)
     ask(engine, "a", grammar, thinking, **sampling)
     return run(engine)["a"], worker
 
 
 def taken(grammar: FakeGrammar) -> list[list[int]]:
-    return [matcher.taken for matcher in grammar.matchers]
+    """What each of the matchers that were asked has taken."""
+    return [matcher.taken for matcher in grammar.matchers if matcher.taken]
 
 
 def also_allowed(worker: FakeMaskWorker) -> list[tuple[int, ...] | None]:
@@ -269,11 +289,12 @@ def test_the_grammar_begins_after_the_reasoning() -> None:
 
 
 def test_the_model_may_answer_at_once() -> None:
-    grammar = FakeGrammar("<think>no")
-    output, worker = answer(encode("<think>no", TOKENIZER), grammar, THINK)
-    assert (output.reasoning, output.text) == ("", "<think>no")  # spelled out, it is no tag
-    assert also_allowed(worker) == [(THINK_ID,)] + [()] * 8
-    assert taken(grammar) == [encode("<think>no", TOKENIZER)]
+    grammar = FakeGrammar("<thick")
+    output, worker = answer(encode("<thick", TOKENIZER), grammar, THINK)
+    assert (output.reasoning, output.text) == ("", "<thick")
+    following = [encode(char, TOKENIZER) for char in "thi"]
+    assert also_allowed(worker)[:5] == [(THINK_ID,), *map(tuple, following), tuple(encode("n"))]
+    assert taken(grammar) == [encode("<thick", TOKENIZER)]
 
 
 def test_a_start_tag_after_the_beginning_is_masked() -> None:
@@ -281,11 +302,64 @@ def test_a_start_tag_after_the_beginning_is_masked() -> None:
     assert (output.reasoning, output.text) == ("", "yes")
 
 
-def test_a_start_tag_of_many_tokens_cannot_be_let_through() -> None:
+def test_a_start_tag_of_many_tokens_is_let_through() -> None:
+    """Bug: the model was kept from its reasoning without a word. Once begun, nothing but the tag may follow."""
     grammar = FakeGrammar("yes")
-    output, worker = answer(encode("<think>", TOKENIZER), grammar, THINK, tokenizer=TOKENIZER)
-    assert (output.reasoning, output.text) == ("", "yes")
-    assert also_allowed(worker) == [()] * 3
+    line = encode("<t!ink>no</think>yes", TOKENIZER)
+    output, worker = answer(line, grammar, THINK, tokenizer=TOKENIZER, max_tokens=28)
+    assert (output.reasoning, output.text, output.finish_reason) == ("no", "yes", FinishReason.STOP)
+    assert also_allowed(worker)[:8] == [(token,) for token in encode("<think>", TOKENIZER)] + [None]
+    assert [query.only_those for [query] in worker.queries[:7]] == [False] + [True] * 6
+    assert taken(grammar) == [encode("yes")] and output.usage.reasoning_tokens == len("<think>no</think>")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("<thick", ("", "<thick")),
+        ("<think>no</think><thick", ("no", "<thick")),
+        ("<think>no</think><think>", ("no", "<think>")),
+        ("\n<think>no</think><think>", ("no", "<think>")),
+    ],
+)
+def test_an_answer_that_begins_like_the_start_tag(said: str, expected: tuple[str, str]) -> None:
+    """The matcher follows both; where it turns out to be the tag, it begins anew behind the reasoning."""
+    grammar = FakeGrammar("<thick", "<think>", "\n<think>no")
+    output, _ = answer(encode(said, TOKENIZER), grammar, THINK, tokenizer=TOKENIZER, max_tokens=28)
+    assert (output.reasoning, output.text, output.finish_reason) == (*expected, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("tokenizer", [TAGS, TOKENIZER], ids=["one token", "many tokens"])
+def test_an_answer_that_is_the_beginning_of_the_start_tag(tokenizer: Tokenizer) -> None:
+    for line in ([*encode("<", TOKENIZER), EOS], encode("<", TOKENIZER)):
+        output, _ = answer(line, FakeGrammar("<", "no"), THINK, tokenizer=tokenizer, max_tokens=len(line))
+        assert (output.reasoning, output.text, output.finish_reason) == ("", "<", FinishReason.STOP)
+
+
+@pytest.mark.parametrize(("answers", "text"), [(("yes",), ""), (("",), ""), (("<thick",), "<thi")])
+def test_a_start_tag_that_is_cut_off(answers: Sequence[str], text: str) -> None:
+    """It is no answer where the grammar allows none that begins so."""
+    output, _ = answer(encode("<thi", TOKENIZER), FakeGrammar(*answers), THINK, tokenizer=TOKENIZER, max_tokens=4)
+    assert (output.reasoning, output.text, output.finish_reason) == ("", text, FinishReason.LENGTH)
+
+
+def test_half_a_start_tag_is_no_answer_whatever_the_mask_said() -> None:
+    output, _ = answer(encode("<t.", TOKENIZER), FakeGrammar("yes", "."), THINK, tokenizer=TOKENIZER, masks=NoMasks())
+    assert (output.text, output.finish_reason) == ("", FinishReason.ERROR)
+    assert output.error is not None and output.error.startswith(LEFT_GRAMMAR)
+
+
+def test_a_tag_of_characters_of_many_tokens() -> None:
+    thinking = Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7")
+    said = "\u25c1think\u25b7no\u25c1/think\u25b7yes"
+    for grammar in (FakeGrammar("yes"), FakeGrammar(said[:4], "yes")):
+        output, _ = answer(encode(said, TOKENIZER), grammar, thinking, tokenizer=TOKENIZER, max_tokens=28)
+        assert (output.reasoning, output.text) == ("no", "yes")
+    for length in range(1, 9):  # cut anywhere in the tag
+        output, _ = answer(
+            encode(said, TOKENIZER), FakeGrammar("", "yes"), thinking, tokenizer=TOKENIZER, max_tokens=length
+        )
+        assert (output.reasoning, output.text, output.finish_reason) == ("", "", FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("tokenizer", [TAGS, TOKENIZER], ids=["one token", "many tokens"])
@@ -358,8 +432,9 @@ def test_a_grammar_of_nothing_ends_with_the_reasoning(thinking: Thinking, line: 
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_grammar_of_nothing_leaves_the_end_token_only(ignore_eos: bool) -> None:
-    output, _ = answer(encode("yes"), FakeGrammar(""), ignore_eos=ignore_eos)
+@pytest.mark.parametrize("thinking", [None, THINK])
+def test_a_grammar_of_nothing_leaves_the_end_token_only(thinking: Thinking | None, ignore_eos: bool) -> None:
+    output, _ = answer([EOS], FakeGrammar(""), thinking, ignore_eos=ignore_eos)
     assert (output.token_ids, output.text, output.finish_reason) == ((EOS,), "", FinishReason.STOP)
 
 
@@ -367,7 +442,7 @@ def test_length_in_the_reasoning() -> None:
     grammar = FakeGrammar("yes")
     output, _ = answer(encode("<think>no"), grammar, THINK, max_tokens=3)
     assert (output.reasoning, output.text, output.finish_reason) == ("no", "", FinishReason.LENGTH)
-    assert taken(grammar) == [[]]
+    assert taken(grammar) == []
 
 
 # Many requests
@@ -517,3 +592,65 @@ def test_with_real_grammars() -> None:
     masks.close()
     assert (outputs["a"].reasoning, outputs["a"].text, outputs["a"].finish_reason) == ("hm", "yes", FinishReason.STOP)
     assert (outputs["b"].reasoning, outputs["b"].text, outputs["b"].finish_reason) == ("", "n\u00f6", FinishReason.STOP)
+
+
+def in_pieces(text: str) -> Tokenizer:
+    """A vocabulary of all that `text` can be cut into, but for the tag as one token."""
+    parts = {text[start:end] for start in range(len(text)) for end in range(start + 2, len(text) + 1)}
+    return make_tokenizer(*sorted(parts - {THINK.start}))
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+TAG_AND_MORE = "\n<think>\na"
+PIECES = in_pieces(TAG_AND_MORE)
+GRAMMARS = {
+    "text": StructuredOutput("grammar", HermesFormat().grammar([Tool("f")])),
+    "json": StructuredOutput.json({"type": "object"}),
+    "calls": StructuredOutput("grammar", HermesFormat().grammar([Tool("f")], required=True)),
+    "like the tag": StructuredOutput("regex", r"\n<think>\n|\{\}|<th"),
+}
+ANSWERS = {"text": f"So:{CALL}", "json": "{}", "calls": CALL, "like the tag": "<th"}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(PIECES, num_token_ids=PIECES.num_token_ids, eos_token_ids=frozenset({EOS}))
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_reasoning_is_what_it_is_without_a_grammar(name: str, compiler: GrammarCompiler) -> None:
+    """Bug: behind a line break, or spelled in several tokens, it was taken for the answer, or masked.
+
+    In every cut of the tag and what is around it that may get through the mask: where the grammar has no text, the tag
+    begins as the tokenizer would have it, and ends with no more than a line break.
+    """
+    grammar = compiler.compile(GRAMMARS[name])
+    begun = TAG_AND_MORE[1:] if name == "json" else TAG_AND_MORE
+    first, last = begun.index("<") + 1, begun.index(">") + 1
+    lines = []
+    for number in range(4 if name == "text" else 6):
+        for cuts in combinations(range(1, len(begun)), number):
+            passes = {first - 1, first} <= {0, *cuts} and {last, last + 1} & {*cuts}
+            if name == "text" or passes:
+                pieces = [begun[start:end] for start, end in pairwise([0, *cuts, len(begun)])]
+                lines.append([token_id for piece in pieces for token_id in encode(piece, PIECES)])
+    rest = [*encode(f"\n{CALL}</think>", TOKENIZER), *encode(ANSWERS[name], TOKENIZER), EOS]
+    engine = make_engine(
+        {str(number): [*line, *rest] for number, line in enumerate(lines)},
+        num_blocks=10_000,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=256,
+        tokenizer=PIECES,
+        masks=MaskWorker(),
+    )
+    for number in range(len(lines)):
+        request = make_request(str(number), output_format=OutputFormat(thinking=THINK, grammar=grammar))
+        request.sampling = replace(request.sampling, max_tokens=200)
+        engine.add(request)
+    outputs = run(engine).values()
+    engine.close()
+    said = {(output.reasoning, output.text, output.finish_reason) for output in outputs}
+    assert said == {(f"a\n{CALL}", ANSWERS[name], FinishReason.STOP)} and len(lines) >= 32

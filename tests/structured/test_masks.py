@@ -69,6 +69,13 @@ def test_each_request_gets_its_own() -> None:
     worker.close()
 
 
+def test_nothing_else_may_come() -> None:
+    worker = MaskWorker()
+    query = MaskQuery("a", FakeMatcher(token_id=31), (32, 95), only_those=True)  # type: ignore[arg-type]
+    assert ids(worker.start([query]).result().rows["a"]) == [32, 95]
+    worker.close()
+
+
 class Panic(BaseException):
     """As llguidance's own, which is no Exception."""
 

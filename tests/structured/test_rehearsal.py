@@ -21,6 +21,7 @@ from tests.structured.grammars import END_IDS, Model, allowed
 AMBIGUOUS = "start: a\na: a a | a a a | " + " | ".join(f'a "{chr(97 + i % 26)}"' for i in range(10_000)) + ' | "x"'
 HARMFUL: dict[str, tuple[Any, str]] = {
     "nested 10,000 deep": ("json", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    "nested 10,000 deep within a grammar": ("grammar", "start: %json " + '{"items":' * 10_000 + "{}" + "}" * 10_000),
     "nested brackets": ("regex", "(" * 60_000 + "a" + ")" * 60_000),
     "nested rules": ("grammar", "start: " + "(" * 60_000 + '"a"' + ")" * 60_000),
     "a chain of rules that overflows the stack": (
@@ -61,6 +62,18 @@ def test_what_would_do_harm_is_refused(model: Model, name: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         model.compiler.compile(StructuredOutput(*HARMFUL[name]))
     assert len(str(caught.value)) < 400
+
+
+def wide(prefix: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"{prefix}{i}": {"type": "integer"} for i in range(200)}}
+
+
+def test_what_is_too_much_within_an_object_is_refused(model: Model) -> None:
+    """Bug: chance ended the object at once, and the answer ended in an error when it came further in."""
+    several = {"anyOf": [wide(prefix) for prefix in "abcdefgh"]}
+    schema = {"type": "object", "properties": {"x": several, "y": {"type": "integer"}}, "additionalProperties": False}
+    with pytest.raises(InvalidParameterError, match="too much may come next at one place"):
+        model.compiler.compile(StructuredOutput.json(schema))
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -161,12 +161,19 @@ def test_malformed_message_is_named(message: Any, words: str) -> None:
     assert caught.value.param == "messages"
 
 
-BROKEN = ['{"city": "Par', "[1]", "7", '"Paris"', "[" * 100_000, '{"n": ' + "9" * 5000 + "}"]
+BROKEN = [
+    *('{"city": "Par', "[1]", "7", '"Paris"', "[" * 100_000, '{"n": ' + "9" * 5000 + "}"),
+    *('{"n": NaN}', '{"n": [-Infinity]}', '{"n": 1e400}'),
+]
+BROKEN_IDS = ["cut off", "list", "number", "string", "deep", "digits", "NaN", "infinity", "1e400"]
 
 
-@pytest.mark.parametrize("arguments", BROKEN, ids=["cut off", "list", "number", "string", "deep", "digits"])
+@pytest.mark.parametrize("arguments", BROKEN, ids=BROKEN_IDS)
 def test_a_call_that_the_model_broke_stays_in_the_history(arguments: str) -> None:
-    """Bug: an agent that replayed a call which max_tokens had cut off could not go on with the conversation."""
+    """Bug: an agent that replayed a call which max_tokens had cut off could not go on with the conversation.
+
+    Bug: numbers that JSON does not have reached the prompt as if they were some.
+    """
     call = {"function": {"name": "f", "arguments": arguments}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "not JSON"}]
     aware = "{% set arguments = messages[1].tool_calls[0].function.arguments %}{% if arguments is string %}"

@@ -45,6 +45,7 @@ DANGLING: list[Any] = [
     {"properties": {"a": {"$ref": "#/definitions/b"}}, "definitions": {"c": {}}},
     {"$ref": "#/anyOf/1", "anyOf": [{}]},
     {"$ref": "#/anyOf/x", "anyOf": [{}]},
+    {"$defs": {"a": {}, "b": {"$id": "https://a.example/b", "items": {"$ref": "#/$defs/a"}}}},
 ]
 FINE: list[Any] = [
     True,
@@ -59,6 +60,7 @@ FINE: list[Any] = [
     {"$ref": "#/$defs/a~1b%20c~0d/items/0", "$defs": {"a/b c~d": {"items": [{}]}}},
     {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/properties/a"}}},
     {"$ref": "https://a.example/b.json"},
+    {"items": {"$id": "https://a.example/b", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {}}}},
     {"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}},
     {"$ref": "#name", "$defs": {"a": {"$dynamicAnchor": "name"}}},
     {"$ref": "#name", "definitions": {"a": {"$id": "#name"}, "b": {"properties": {"$id": {}, "$anchor": {}}}}},

@@ -19,9 +19,9 @@ PARTS = st.sampled_from(["<think>", "</think>", "<thi", "</thi", "nk>", "<", "</
 TEXTS = st.lists(PARTS, max_size=10).map("".join)
 
 
-def split(thinking: Thinking | None, pushes: list[str]) -> tuple[str, str]:
+def split(thinking: Thinking | None, pushes: list[str], *, is_cut: bool = False) -> tuple[str, str]:
     splitter = ReasoningSplitter(thinking)
-    pairs = [*(splitter.push(text) for text in pushes), splitter.flush()]
+    pairs = [*(splitter.push(text) for text in pushes), splitter.flush(is_cut=is_cut)]
     return "".join(reasoning for reasoning, _ in pairs), "".join(content for _, content in pairs)
 
 
@@ -97,6 +97,23 @@ def test_from_the_start(text: str, expected: tuple[str, str]) -> None:
 def test_inside(text: str, expected: tuple[str, str]) -> None:
     assert split(INSIDE, [text]) == expected
     assert split(INSIDE, list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>why </thi", ("why", "")),
+        ("<think>why <", ("why", "")),
+        ("<think>why </thi ", ("why </thi", "")),
+        ("<think>", ("", "")),
+        ("<think>why</think>because </thi", ("why", "because </thi")),
+        ("  <thi", ("", "  <thi")),
+        ("because </thi", ("", "because </thi")),
+    ],
+)
+def test_a_cut_in_the_end_tag_leaves_none_of_it(text: str, expected: tuple[str, str]) -> None:
+    for pushes in ([text], list(text)):
+        assert split(THINK, pushes, is_cut=True) == expected
 
 
 def test_nothing_is_looked_for() -> None:

@@ -195,6 +195,14 @@ def test_added_tokens_by_their_spelling(pair: Any) -> None:
 # Loading
 
 
+@pytest.mark.parametrize("data", [b"<think>\n", b"\xb7\n", "\u25c1think".encode(), b"", b"<|im_start|>"])
+def test_the_tokens_that_begin_a_text(pair: Any, data: bytes) -> None:
+    tokenizer = pair.ours
+    shown = {tokenizer.token_bytes(i) for i in range(tokenizer.num_token_ids) if not tokenizer.is_special(i)} - {b""}
+    found = [tokenizer.token_bytes(token_id) for token_id in tokenizer.beginnings_of(data)]
+    assert sorted(found) == sorted(part for part in shown if data.startswith(part))
+
+
 def test_folder_loads_without_network(byte_fallback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_fallback.reference.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")

@@ -148,8 +148,8 @@ class ToolParser(ABC):
         """Add generated text; returns what is certain now."""
 
     @abstractmethod
-    def flush(self) -> list[Delta]:
-        """End the text; returns what was held back."""
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """End the text; returns what was held back. `is_cut`: the answer would have gone on."""
 
 
 class CallsOnly(ToolParser):
@@ -162,9 +162,49 @@ class CallsOnly(ToolParser):
         """As `ToolParser.push`."""
         return _without_text(self._parser.push(text))
 
-    def flush(self) -> list[Delta]:
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
         """As `ToolParser.flush`."""
-        return _without_text(self._parser.flush())
+        return _without_text(self._parser.flush(is_cut=is_cut))
+
+
+class CallsOrAnswer(ToolParser):
+    """Of an answer that is either calls or something else: with no text beside calls, nor the beginning of one.
+
+    What a cut leaves can be told only by how it begins: a part of `opening` may be that of either, and is shown only
+    where the answer has come to its end.
+
+    Args:
+        opening: what every answer that calls begins with.
+    """
+
+    def __init__(self, parser: ToolParser, opening: str) -> None:
+        self._parser = parser
+        self._opening = opening
+        self._is_answer = False
+        self._calls = False
+
+    def push(self, text: str) -> list[Delta]:
+        """As `ToolParser.push`."""
+        return self._one_of_both(self._parser.push(text))
+
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """As `ToolParser.flush`."""
+        deltas = self._parser.flush(is_cut=is_cut)
+        held = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).lstrip()
+        if is_cut and not self._is_answer and (held.startswith(self._opening) or self._opening.startswith(held)):
+            return _without_text(deltas)
+        return self._one_of_both(deltas)
+
+    def _one_of_both(self, deltas: list[Delta]) -> list[Delta]:
+        result: list[Delta] = []
+        for delta in deltas:
+            is_text = isinstance(delta, TextDelta)
+            if is_text and self._calls and not self._is_answer:
+                continue
+            self._is_answer |= is_text
+            self._calls |= not is_text
+            result.append(delta)
+        return result
 
 
 def _without_text(deltas: list[Delta]) -> list[Delta]:

@@ -2,7 +2,8 @@
 
 The rules, the same for every syntax and however the text is cut:
 
-- White space before and after a call is not shown.
+- White space before and after a call is not shown. But texts with calls between them stay apart: by the white space
+  before the first of these if it has a line break, else by a line break.
 - A call starts when its name is known; arguments that came before it follow at once.
 - What goes wrong before the name is known was no call: it is text, exactly as the model wrote it, and what follows is
   read on from the place of the fault.
@@ -57,6 +58,8 @@ class CallParser(ToolParser):
         self._deltas: list[Delta] = []
         self._space: list[str] = []  # shown once text follows, not before a call
         self._after_call = False
+        self._gap = ""  # between text that was shown and text behind calls
+        self._has_text = False  # some was shown
         self._num_calls = 0  # the dropped ones too
         self._named = False  # the call that is being read
         self._argued = False
@@ -68,8 +71,8 @@ class CallParser(ToolParser):
         self._reader.add(text)
         return self._advance()
 
-    def flush(self) -> list[Delta]:
-        """As `ToolParser.flush`."""
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """As `ToolParser.flush`; the same, cut or not."""
         self._reader.end()
         deltas = self._advance()
         return _merged([*deltas, *(TextDelta(space) for space in self._space)])
@@ -92,9 +95,9 @@ class CallParser(ToolParser):
             self._after_call = not text
         visible = text.rstrip(JSON_SPACE)
         if visible:
-            self._deltas += [TextDelta(space) for space in self._space]
-            self._deltas.append(TextDelta(visible))
+            self._deltas += [TextDelta(part) for part in (self._gap, *self._space, visible) if part]
             self._space.clear()
+            self._gap, self._has_text = "", True
         if len(visible) < len(text):
             self._space.append(text[len(visible) :])
 
@@ -123,6 +126,9 @@ class CallParser(ToolParser):
         self._named = True
         self._num_calls += 1
         self._reader.kept()
+        if self._has_text and not self._gap:
+            before = "".join(self._space)
+            self._gap = before if "\n" in before else "\n"
         self._space.clear()
         self._after_call = True
         if not self._dropped:
@@ -188,7 +194,7 @@ class CallParser(ToolParser):
         if (yield from self._reader.peek()) != '"':
             raise Malformed
         parts: list[str] = []
-        yield from self._reader.take_json(parts.append)
+        yield from self._reader.take_json(parts.append, strict=True)
         return _decoded("".join(parts))
 
 
@@ -224,9 +230,9 @@ class _ObjectInString:
             text = text.lstrip(JSON_SPACE)
             self._kind = text[:1]
             self._broken |= self._kind not in ("", "{", "n")
-        end = self._scanner.push(text)
+        end, valid = self._scanner.push(text)
         if self._kind == "{" and end and not self._broken:
-            self._emit(text[:end])
+            self._emit(valid)
         self._broken |= bool(text[end:].strip(JSON_SPACE))
 
     def end(self) -> None:

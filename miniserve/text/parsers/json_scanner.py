@@ -1,4 +1,5 @@
-"""One JSON value, followed character by character as it comes. Owns the syntax of JSON (RFC 8259), strictly.
+"""One JSON value, followed character by character as it comes. Owns the syntax of JSON (RFC 8259), strictly, but for
+one fault that it mends: control characters in strings, line breaks above all, which models forget to escape.
 
 Says how far the value reaches and whether it is still valid; keeps no text and builds no value, so that it takes
 constant work per character and memory for the nesting only. Does not know what the value is for.
@@ -6,6 +7,7 @@ constant work per character and memory for the nesting only. Does not know what 
 
 from __future__ import annotations
 
+import json
 import re
 
 JSON_SPACE = " \t\n\r"
@@ -31,12 +33,16 @@ _WHOLE_NUMBER = frozenset({"zero", "whole", "fraction", "exponent"})
 class JsonScanner:
     """Follows one value; white space before it is part of it.
 
+    Args:
+        strict: control characters in strings are a fault too.
+
     Attributes:
         complete: the value has ended. A number alone ends where something follows it.
         broken: what came next cannot be part of any value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
         self.complete = False
         self.broken = False
         self._state = "value"
@@ -44,11 +50,27 @@ class JsonScanner:
         self._in_key = False
         self._rest = ""  # of a literal
         self._digits = 0  # still missing of \uXXXX
+        self._at_control = False  # that is what comes next, in a string
 
-    def push(self, text: str, start: int = 0) -> int:
-        """Follow `text` from `start`; returns where it stopped: at the end of text or value, or at the fault."""
+    def push(self, text: str, start: int = 0) -> tuple[int, str]:
+        """Follow `text` from `start`.
+
+        Returns:
+            Where it stopped: at the end of text or value, or at the fault; and what it followed, as valid JSON.
+        """
+        parts: list[str] = []
         position = start
-        while position < len(text) and not (self.complete or self.broken):
+        while True:
+            end = self._follow(text, position)
+            parts.append(text[position:end])
+            if not self._at_control:
+                return end, "".join(parts)
+            self._at_control = False
+            parts.append(json.dumps(text[end])[1:-1])
+            position = end + 1
+
+    def _follow(self, text: str, position: int) -> int:
+        while position < len(text) and not (self.complete or self.broken or self._at_control):
             position = self._step(text, position)
         return position
 
@@ -115,7 +137,7 @@ class JsonScanner:
         if text[end] == "\\":
             self._state = "escape"
         elif text[end] != '"':
-            self.broken = True
+            self.broken, self._at_control = self._strict, not self._strict
             return end
         elif self._in_key:
             self._state = "colon"

@@ -15,6 +15,7 @@ from typing import Any
 
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
+from miniserve.strict_json import read_json
 from miniserve.text.json_schema import check_depth
 from miniserve.text.parsers.base import Tool
 
@@ -163,8 +164,8 @@ def _answer(answer: StructuredOutput) -> str:
 
 def _read(answer: StructuredOutput) -> Any:
     try:
-        value = json.loads(answer.source)
-    except (ValueError, RecursionError) as error:
+        value = read_json(answer.source)
+    except ValueError as error:
         raise InvalidParameterError(f"{answer.name} is not valid JSON: {error}", param=answer.param) from error
     check_depth(value, answer.name, answer.param)
     return value

@@ -25,6 +25,7 @@ class Llama3Format(ToolFormat):
     """Bare JSON objects."""
 
     name = "llama3"
+    opening = TAG
     shown_tokens = (TAG,)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:

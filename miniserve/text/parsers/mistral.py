@@ -29,6 +29,7 @@ class MistralFormat(ToolFormat):
     """A JSON list of calls."""
 
     name = "mistral"
+    opening = TAG
     shown_tokens = (TAG, ARGS, CALL_ID)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:

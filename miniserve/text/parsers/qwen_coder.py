@@ -9,8 +9,9 @@
     </tool_call>
 
 Values become JSON by the type that the parameter has in the tool's schema: a string is escaped as it comes; all else
-waits for its end, and is a string if it is no JSON of such a type. The model leaves the outer tags away at times: a
-function that is known is called all the same.
+waits for its end, and is a string if it is no JSON of such a type. What may be the beginning of the tag behind a value
+is no part of it, also where the answer is cut off there. The model leaves the outer tags away at times: a function that
+is known is called all the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from miniserve.text.parsers.tool_format import ToolFormat
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_FREE = 64  # parameters of a call where the schema names none
 _TAG_NAME = re.compile(r"[^<>\n]*")
 _KEY = re.compile(r"[^>\n]*")
 
@@ -36,6 +38,7 @@ class QwenCoderFormat(ToolFormat):
     """Tags for function and parameters."""
 
     name = "qwen_coder"
+    opening = START
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
         """As `ToolFormat.parser`."""
@@ -56,6 +59,10 @@ def _call(tool: Tool, index: int, rules: list[str]) -> str:
         rules += xml_values.value_rules(rule, parameter, PARAMETER_END)
         text = f"({lark.literal(f'{PARAMETER}{parameter.key}>{chr(10)}')} {rule})"
         parts.append(text if parameter.required else f"{text}?")
+    if xml_values.takes_any(tool):
+        rule = f"value_{index}"
+        rules += xml_values.value_rules(rule, xml_values.any_parameter(tool), PARAMETER_END)
+        parts.append(f"({lark.literal(PARAMETER)} /[^<>\\n]+/ {lark.literal('>' + chr(10))} {rule}){{0,{MAX_FREE}}}")
     parts.append(lark.literal(f"{FUNCTION_END}\n{END}"))
     return " ".join(parts)
 
@@ -102,7 +109,7 @@ class _QwenCoderParser(CallParser):
         ends = ("\n" + PARAMETER_END, PARAMETER_END)
         if types == xml_values.STRING:
             self._argue(beginning + '"')
-            end = yield from self._reader.take_until(ends, lambda text: self._argue(_quoted(text)[1:-1]))
+            end = yield from self._reader.take_before(ends, lambda text: self._argue(_quoted(text)[1:-1]))
             value = '"'
         else:
             parts: list[str] = []
@@ -117,7 +124,7 @@ class _QwenCoderParser(CallParser):
     def _json(self, parts: list[str]) -> Wait[None]:
         """A value whose strings may have the end tag in them. What turns out to be no JSON goes on as text."""
         try:
-            yield from self._reader.take_json(parts.append)
+            yield from self._reader.take_json(parts.append, strict=True)
         except Malformed:
             if PARAMETER_END in "".join(parts):  # as text it would have ended there
                 raise

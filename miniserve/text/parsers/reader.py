@@ -104,6 +104,13 @@ class Reader:
 
         At the end of the text "".
         """
+        word = yield from self.take_before(words, sink)
+        if not word and self._position < len(self._text):
+            sink(self._take(len(self._text) - self._position))
+        return word
+
+    def take_before(self, words: tuple[str, ...], sink: Callable[[str], None]) -> Wait[str]:
+        """As `take_until`, but the beginning of a word with which the text ends is left there."""
         while True:
             start, word = self._find(words)
             if start > self._position:
@@ -118,25 +125,26 @@ class Reader:
         if found:
             return found.start(), found[0]
         end = len(self._text)
-        if self._ended:
-            return end, ""
         for start in range(max(self._position, end - max(map(len, words)) + 1), end):
             if any(word.startswith(self._text[start:]) for word in words):
                 return start, ""
         return end, ""
 
-    def take_json(self, sink: Callable[[str], None]) -> Wait[None]:
+    def take_json(self, sink: Callable[[str], None], *, strict: bool = False) -> Wait[None]:
         """Take one JSON value, handing its text to `sink` as it comes.
+
+        Control characters in its strings are escaped in what is handed over; where `strict`, they are a fault.
 
         Raises:
             Malformed: it is not valid JSON, or the text ends in it. What was valid has been handed over.
         """
-        scanner = JsonScanner()
+        scanner = JsonScanner(strict=strict)
         while not scanner.complete:
             yield from self.peek()
-            end = scanner.push(self._text, self._position)
+            end, valid = scanner.push(self._text, self._position)
             if end > self._position:
-                sink(self._take(end - self._position))
+                self._take(end - self._position)
+                sink(valid)
             elif not scanner.complete:
                 raise Malformed
 

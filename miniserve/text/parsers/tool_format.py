@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -23,11 +24,13 @@ class ToolFormat(ABC):
 
     Attributes:
         name: what the start-up lines call it.
+        opening: what an answer of calls begins with, but for white space. Llama 3's may begin with less.
         shown_tokens: special tokens whose text the parser has to see.
         told_by_template: the chat template tells the model of the tools; otherwise `with_tools` does.
     """
 
     name: ClassVar[str]
+    opening: ClassVar[str]
     shown_tokens: ClassVar[tuple[str, ...]] = ()
     told_by_template: ClassVar[bool] = True
 
@@ -50,6 +53,8 @@ class ToolFormat(ABC):
     ) -> str:
         """What the model has to write, in llguidance's Lark: calls of `tools` that the parser reads back as valid.
 
+        Where calls are not required, arguments of a tool that is not strict may be any object.
+
         Args:
             max_calls: None is as many as `lark.MAX_CALLS`.
             answer: what an answer without calls looks like; None for free text, which may have calls in it.
@@ -59,6 +64,8 @@ class ToolFormat(ABC):
         Raises:
             InvalidParameterError: this syntax cannot carry a tool's parameters.
         """
+        if not required:
+            tools = [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
         return lark.grammar(self.call_rules(tools, max_calls, special_ids), answer=answer, required=required)
 
     def with_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

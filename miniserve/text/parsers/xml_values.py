@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from miniserve.errors import InvalidParameterError, shown
 from miniserve.text.parsers import lark
 from miniserve.text.parsers.base import Tool
+from miniserve.text.parsers.json_scanner import JsonScanner
 
 Types = frozenset[str]
 STRING: Types = frozenset({"string"})
@@ -67,6 +68,16 @@ def parameters(tool: Tool) -> list[Parameter]:
     ]
 
 
+def takes_any(tool: Tool) -> bool:
+    """Whether the schema says nothing of the parameters, so that there may be any."""
+    return not tool.schema.keys() - {"type"} - _ANNOTATIONS
+
+
+def any_parameter(tool: Tool) -> Parameter:
+    """One of those."""
+    return Parameter(tool, "any", {}, required=False)
+
+
 def types_of(tool: Tool, key: str) -> Types | None:
     """The JSON types that a parameter may have; None is any."""
     root = _resolved(tool.schema, tool.schema)
@@ -77,11 +88,11 @@ def as_json(text: str, types: Types | None) -> str:
     """What the model wrote, as JSON of one of `types`; a string where it is none."""
     value = _PYTHON.get(text.strip(), text.strip())
     try:
-        kind = _kind(json.loads(value, parse_constant=_refuse))
+        kind = _kind(json.loads(value, parse_constant=_refuse, strict=False))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     allowed = types is None or "string" not in types or kind in types or (kind == "integer" and "number" in types)
-    return value if allowed else json.dumps(text, ensure_ascii=False)
+    return JsonScanner().push(value)[1] if allowed else json.dumps(text, ensure_ascii=False)
 
 
 def value_rules(rule: str, parameter: Parameter, end: str) -> list[str]:

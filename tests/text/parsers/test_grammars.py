@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -97,6 +98,27 @@ def check(answer: Answer) -> int:
     return len(answer.calls)
 
 
+def test_beside_a_strict_tool_others_are_free(tool_format: ToolFormat, embedded: Vocabulary) -> None:
+    """Bug: one strict tool held all others to their schemas."""
+    before, after = FRAMES[tool_format]
+    any_arguments = '<parameter=any thing>\n{"b": [1]}\n</parameter>\n' * 2
+    if tool_format is QWEN_CODER:
+        free = before.replace("</function>", any_arguments + "</function>")
+    else:
+        free = before + '{"any thing": {"b": [1]}}' + after
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": False}
+    strict = Tool("strict", None, city, strict=True)
+    now = Tool("now-1", None, {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]})
+    grammar = tool_format.grammar((strict, now))
+    assert embedded.accepts(grammar, free) and embedded.accepts(grammar, call_text(tool_format))
+    [(name, arguments)] = read(tool_format, [free], (strict, now)).calls
+    assert name == "now-1" and "any thing" in json.loads(arguments)
+    assert not embedded.accepts(tool_format.grammar((strict, replace(now, strict=True))), free)
+    assert not embedded.accepts(tool_format.grammar((strict, now), required=True), free)
+    if tool_format is not QWEN_CODER:
+        assert not embedded.accepts(grammar, free.replace("now-1", "strict"))
+
+
 def test_required_calls_read_back(tool_format: ToolFormat, embedded: Vocabulary) -> None:
     grammar = tool_format.grammar(TOOLS, required=True)
     num_whole, names = 0, set[str]()
@@ -160,8 +182,11 @@ def test_calls_or_the_answer(
 
 
 def test_free_text_may_call(tool_format: ToolFormat, embedded: Vocabulary) -> None:
-    """Any text; but once a call has begun, it is a valid one."""
-    grammar = tool_format.grammar(TOOLS)
+    """Any text; but once a call has begun, it is one of the tools, and valid where that is strict."""
+    weather = {**WEATHER, "properties": {**WEATHER["properties"], "note": {"type": "string"}}}  # type: ignore[dict-item]
+    grammar = tool_format.grammar(
+        [replace(tool, strict=True) for tool in (Tool("get_weather", None, weather), *TOOLS[1:])]
+    )
     opening = OPENINGS.get(tool_format.name, "<tool_call>")
     for text in ("", "Hello, <b>world</b>!\n", call_text(tool_format)):
         assert embedded.accepts(grammar, text)

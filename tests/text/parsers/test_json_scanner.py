@@ -17,31 +17,33 @@ VALUES = st.recursive(
 )
 
 
-def follow(text: str) -> tuple[int, bool, bool]:
-    """Character by character: (how far, complete, broken)."""
-    scanner = JsonScanner()
-    taken = 0
+def follow(text: str, *, strict: bool = True) -> tuple[tuple[int, str], bool, bool]:
+    """Character by character: ((how far, as JSON), complete, broken)."""
+    scanner = JsonScanner(strict=strict)
+    taken, parts = 0, []
     for char in text:
-        taken += scanner.push(char)
+        count, valid = scanner.push(char)
+        taken += count
+        parts.append(valid)
         if scanner.complete or scanner.broken:
             break
-    return taken, scanner.complete, scanner.broken
+    return (taken, "".join(parts)), scanner.complete, scanner.broken
 
 
 @given(value=VALUES, ascii_only=st.booleans(), indent=st.sampled_from([None, 1]))
 def test_a_value_ends_where_it_ends(value: object, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     scanner = JsonScanner()
-    assert scanner.push(text + " x") == len(text)
+    assert scanner.push(text + " x") == (len(text), text)
     assert scanner.complete and not scanner.broken
-    assert follow(text + " x") == (len(text), True, False)
+    assert follow(text + " x") == ((len(text), text), True, False)
 
 
 @settings(max_examples=500)
 @given(text=st.text(alphabet='{}[]",:\\u0019aeE+-.tfn \n', max_size=8))
 def test_valid_is_what_json_takes(text: str) -> None:
     """Against the library, strictly: a blank behind ends a number."""
-    taken, complete, _ = follow(text + " ")
+    (taken, _), complete, _ = follow(text + " ")
     try:
         json.loads(text)
     except ValueError:
@@ -51,10 +53,29 @@ def test_valid_is_what_json_takes(text: str) -> None:
 
 
 @settings(max_examples=300)
-@given(text=st.text(alphabet='{}[]",:\\u0019aeE+-.tfn \n', max_size=10))
-def test_any_cut_stops_at_the_same_place(text: str) -> None:
+@given(text=st.text(alphabet='{}[]",:\\u0019aeE+-.tfn \n', max_size=10), strict=st.booleans())
+def test_any_cut_stops_at_the_same_place(text: str, strict: bool) -> None:
+    scanner = JsonScanner(strict=strict)
+    assert (scanner.push(text), scanner.complete, scanner.broken) == follow(text, strict=strict)
+
+
+@given(value=VALUES, controls=st.text(alphabet="\n\t\r\x00\x1f", min_size=1), indent=st.sampled_from([None, 1]))
+def test_control_characters_in_strings_are_escaped(value: object, controls: str, indent: int | None) -> None:
+    """Bug: a line break that the model had not escaped ended the value. All else stays as it was written."""
+    value = {"a\x01": value, "b": [controls, f"{controls}c{controls}"]}
+    written = json.dumps(value, ensure_ascii=False, indent=indent)
+    for escaped, char in ((r"\n", "\n"), (r"\t", "\t"), (r"\r", "\r"), (r"\u0000", "\0"), (r"\u001f", "\x1f")):
+        written = written.replace(escaped, char) if rf"\{escaped}" not in written else written
     scanner = JsonScanner()
-    assert (scanner.push(text), scanner.complete, scanner.broken) == follow(text)
+    end, valid = scanner.push(written + " x")
+    assert (end, scanner.complete, json.loads(valid)) == (len(written), True, value)
+    assert follow(written + " x", strict=False) == ((end, valid), True, False)
+
+
+def test_control_characters_are_no_escapes_nor_structure() -> None:
+    for text, valid in (('["\\\n"]', 3), ('["\\u0\n"]', 5), ('["a"\x00]', 4), ("[1\x1f]", 2)):
+        scanner = JsonScanner()
+        assert scanner.push(text) == (valid, text[:valid]) and scanner.broken
 
 
 @pytest.mark.parametrize(
@@ -62,14 +83,14 @@ def test_any_cut_stops_at_the_same_place(text: str) -> None:
     [("{'a'", 1), ("[1,]", 3), ("[01]", 2), ("[NaN]", 1), ('["\n"]', 2), ('["\\x"]', 3), ('{"a" 1}', 5), ("[1.]", 3)],
 )
 def test_a_fault_is_found_at_its_place(text: str, valid: int) -> None:
-    scanner = JsonScanner()
-    assert scanner.push(text) == valid
+    scanner = JsonScanner(strict=True)
+    assert scanner.push(text) == (valid, text[:valid])
     assert scanner.broken and not scanner.complete
 
 
 def test_deep_nesting_needs_no_recursion() -> None:
     scanner = JsonScanner()
-    assert scanner.push("[" * 100_000) == 100_000
+    assert scanner.push("[" * 100_000) == (100_000, "[" * 100_000)
     assert not scanner.broken
     scanner.push("]" * 100_000)
     assert scanner.complete

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniserve.text.parsers.base import CallsOnly, Tool
+from miniserve.text.parsers.base import CallsOnly, CallsOrAnswer, Tool
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.llama3 import Llama3Format
@@ -56,7 +56,11 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     # White space around calls is not shown.
     (HERMES, ONE, "", [F]),
     (HERMES, f"\n\n{ONE}\n", "", [F]),
-    (HERMES, f"before \n{ONE} \n{ONE}\n after\n", "beforeafter\n", [F, F]),
+    (HERMES, f"before \n{ONE} \n{ONE}\n after\n", "before \nafter\n", [F, F]),
+    # Bug: texts around calls were glued together.
+    (HERMES, f"Let me look. {ONE}Done?", "Let me look.\nDone?", [F]),
+    (HERMES, f"Look.\n\n{ONE} \n\n\n{ONE}\nThen \n {ONE} done. ", "Look.\n\nThen \n done. ", [F, F, F]),
+    (HERMES, f"Look.{ONE} \n<too", "Look.\n<too", [F]),
     (HERMES, f"{ONE} between {ONE}", "between", [F, F]),
     # Arguments as the model wrote them: tags, quotes, braces in strings, nesting, other scripts.
     (
@@ -98,7 +102,35 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>ok', "ok", [F]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>ok', "ok", [("f", '{"a": ')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>ok', "ok", [("f", "")]),
-    (HERMES, f'<tool_call>{{"name": "g", "arguments": {{"a": "\n{ONE}', "", [("g", '{"a": "'), F]),
+    (HERMES, f'<tool_call>{{"name": "g", "arguments": {{"a": "\n{ONE}', "", [("g", r'{"a": "\n<tool_call>\n{"')]),
+    # Bug: control characters that the model had not escaped ended the arguments.
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "x\n\ty", "b\r": ["\x00"]}}</tool_call>ok',
+        "ok",
+        [("f", r'{"a": "x\n\ty", "b\r": ["\u0000"]}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\":\n\\"x\ny\\\\nz\\n\\"}"}</tool_call>',
+        "",
+        [("f", '{"a":\n"x\\ny\\nz\\n"}')],
+    ),
+    (HERMES, '<tool_call>{"name": "f\n", "arguments": {}}', '<tool_call>{"name": "f\n", "arguments": {}}', []),
+    (MISTRAL, '[TOOL_CALLS]f{"a": "x\ny"}', "", [("f", r'{"a": "x\ny"}')]),
+    (LLAMA, '{"name": "f", "parameters": {"a": "x\ny"}}', "", [("f", r'{"a": "x\ny"}')]),
+    (
+        QWEN,
+        '<function=f><parameter=list>["x\ny"]</parameter><parameter=other>{"a": "\t"}</parameter></function>',
+        "",
+        [("f", r'{"list": ["x\ny"], "other": {"a": "\t"}}')],
+    ),
+    (
+        QWEN,
+        '<function=f><parameter=list>["x\ny"] and more</parameter></function>',
+        "",
+        [("f", r'{"list": "[\"x\ny\"] and more"}')],
+    ),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>ok', "ok", [("f", "{}")]),
     (HERMES, r'<tool_call>{"name":"f","arguments":"{\"a\": \"\ud83d and so on and so on\"}"}', "", [("f", '{"a": "')]),
     # A missing end tag is not missed.
@@ -124,6 +156,10 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (QWEN, "<function=g>\n</function> text", "text", [("g", "{}")]),
     (QWEN, "<function=unknown>\n</function>", "<function=unknown>\n</function>", []),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab", "", [("f", '{"text": "ab')]),
+    # Bug: half of the tag behind a value became part of the value, where the answer was cut off in it.
+    (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab\n</para", "", [("f", '{"text": "ab')]),
+    (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab\n", "", [("f", '{"text": "ab')]),
+    (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\na\nb <", "", [("f", r'{"text": "a\nb ')]),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=count>\n12", "", [("f", "")]),
     # JSON with an end tag in a string: it cut the value there.
     (
@@ -148,7 +184,7 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (LLAMA, '\n<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [F]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}} ; {"name": "g", "parameters": {}};\n', ";\n", [F, ("g", "{}")]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": "{}"}', "", [F, ("g", "{}")]),
-    (LLAMA, 'Well <|python_tag|>{"name": "f", "parameters": {"a": 1}} done', "Welldone", [F]),
+    (LLAMA, 'Well <|python_tag|>{"name": "f", "parameters": {"a": 1}} done', "Well\ndone", [F]),
     (LLAMA, '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', []),
     (LLAMA, ' {"answer": {"name": "f"}}', ' {"answer": {"name": "f"}}', []),
     (LLAMA, 'text {"name": "f", "parameters": {}}', 'text {"name": "f", "parameters": {}}', []),
@@ -160,7 +196,7 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         "",
         [F, ("g", "{}")],
     ),
-    (MISTRAL, 'so [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]\nbye', "sobye", [F]),
+    (MISTRAL, 'so [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]\nbye', "so\nbye", [F]),
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}', "", [F, ("g", "{}")]),
     (MISTRAL, '[TOOL_CALLS] f {"a": 1}', "", [F]),
     (MISTRAL, "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
@@ -248,6 +284,44 @@ def test_an_answer_of_calls_only_has_no_text_wherever_it_is_cut(tool_format: Too
             assert answer == Answer("", expected)
 
 
+def read_either(tool_format: ToolFormat, pushes: list[str], *, is_cut: bool) -> Answer:
+    parser, answer = CallsOrAnswer(tool_format.parser(TOOLS), tool_format.opening), Answer()
+    for delta in [delta for piece in pushes for delta in parser.push(piece)] + parser.flush(is_cut=is_cut):
+        answer.add(delta)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (HERMES, "\n\n" + ONE + "\n" + ONE),
+        (QWEN, "<tool_call>\n<function=f>\n<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>\n" * 2),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]'),
+    ],
+)
+def test_calls_where_an_answer_could_have_been_have_no_text_wherever_they_are_cut(
+    tool_format: ToolFormat, text: str
+) -> None:
+    """Bug: beside a response_format, a call that was cut before its name was known was shown as text, tag and all."""
+    for end in range(len(text) + 1):
+        expected = read(tool_format, [text[:end]], TOOLS).calls
+        for pushes in ([text[:end]], list(text[:end])):
+            answer = read_either(tool_format, pushes, is_cut=True)
+            assert (answer.text, answer.calls) == ("", expected)
+
+
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("text", ['{"a": "<tool_call>\\n [TOOL_CALLS] <|python_tag|>"}', "<b>", '["x"]'])
+def test_an_answer_where_calls_could_have_been_is_shown(tool_format: ToolFormat, text: str) -> None:
+    """Only what the tag of a call begins with as well is not, until the answer has come to its end."""
+    for end in range(len(text) + 1):
+        for pushes in ([text[:end]], list(text[:end])):
+            shown = "" if tool_format.opening.startswith(text[:end]) else text[:end]
+            assert read_either(tool_format, pushes, is_cut=True) == Answer(shown)
+            assert read_either(tool_format, pushes, is_cut=False) == Answer(text[:end])
+
+
 def test_what_is_certain_is_shown_at_once() -> None:
     """Name first, then arguments as they grow; text up to white space and to what may become a tag."""
     parser = HERMES.parser(TOOLS)
@@ -260,7 +334,7 @@ def test_what_is_certain_is_shown_at_once() -> None:
         ['ArgumentsDelta(index=0, text=\'{"a": "b\')'],
         ["ArgumentsDelta(index=0, text='c\"}')"],
         [],
-        ["TextDelta(text='x')"],
+        ["TextDelta(text='\\nx')"],
         ["TextDelta(text=' ')"],
     ]
 
