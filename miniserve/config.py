@@ -21,7 +21,7 @@ DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
 DEVICES = ("auto", "mps", "cuda", "cpu")
 ATTENTION_BACKENDS = ("auto", "native", "sdpa", "torch", "flash_attn")
 KERNELS = ("auto", "native", "torch")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int8-fast", "int4")
 # What the native attention likes best; elsewhere smaller blocks share more.
 NATIVE_BLOCK_SIZE = 32
 DEFAULT_BLOCK_SIZE = 16
@@ -125,7 +125,8 @@ class EngineConfig:
     )
     quantization: str = _flag(
         "none",
-        "int8 keeps the weights as int8, a scale for each row, and computes in bf16; native kernels only",
+        "keeps the weights small: int8, int8-fast (activations are int8 too), or int4 (a scale for each 32 weights); a "
+        "GGUF file's own 4 or 8 bits stay as they are; native kernels only",
         choices=QUANTIZATIONS,
     )
     attention_backend: str = _flag(

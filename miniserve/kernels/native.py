@@ -8,6 +8,7 @@ threads. A result never depends on what else is computed in the same call.
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,16 @@ CHUNK = 32
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float32, torch.bfloat16)
 _HUGE_PAGE_BYTES = 2**21
+_OPERATORS = (
+    "linear",
+    "pack",
+    "unpack_columns",
+    "linear_quantised",
+    "pack_grid",
+    "unpack_quantised_columns",
+    "attention",
+    "largest_of_rows",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,9 @@ class NativeKernels:
         self.linear: Any = ops.linear.default
         self.pack: Any = ops.pack.default
         self.unpack_columns: Any = ops.unpack_columns.default
+        self.linear_quantised: Any = ops.linear_quantised.default
+        self.pack_grid: Any = ops.pack_grid.default
+        self.unpack_quantised_columns: Any = ops.unpack_quantised_columns.default
         self.attention: Any = ops.attention.default
         self._largest_of_rows: Any = ops.largest_of_rows.default
         _register_fakes(namespace)
@@ -127,114 +141,122 @@ class NativeKernels:
         return ids, values
 
 
-class PackedMatrix:
-    """A matrix in the kernels' layout, with the bias and the products that a transformer needs.
+class Matrix(ABC):
+    """A weight [out_features, in_features] in a layout of the kernels, with the products that a transformer needs.
 
-    Made of weight [out_features, in_features], fp32 or bf16, and bias [out_features] or None. With `gate`, the rows are
-    those of two matrices of the same size, gate and up, one after the other. With `int8`, a bf16 weight is kept as int8
-    with a scale for each row; what it is multiplied with stays bf16.
+    Attributes:
+        dtype: of the results, and of rows that are not fp32.
+    """
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory of the matrix."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [n] of the plain matrix, as fp32 [n, in_features]."""
+
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """norm(x) W^T + b. x: [num_rows, in_features], fp32 or `dtype` -> [num_rows, out_features]."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
+        self._product(x, norm, "store", out)
+        return out
+
+    def logits(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """The same in fp32, not rounded to `dtype`."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
+        self._product(x, norm, "store", out)
+        return out
+
+    def add_to_(self, residual: Tensor, x: Tensor) -> None:
+        """residual += x W^T + b, with residual fp32 [num_rows, out_features]."""
+        self._product(x, None, "add", residual)
+
+    def silu_gate(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """silu(gate) x up of a matrix made with `gate` -> [num_rows, out_features / 2]."""
+        out = torch.empty((x.shape[0], self.out_features // 2), dtype=self.dtype)
+        self._product(x, norm, "silu_gate", out)
+        return out
+
+    def _product(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
+        if norm is None:
+            self._run(x, None, 0.0, epilogue, out)
+        else:
+            self._run(x, norm.weight, norm.eps, epilogue, out)
+
+    @abstractmethod
+    def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
+        """One call of the operator; its columns are `out_features`."""
+
+
+class PackedMatrix(Matrix):
+    """A matrix of fp32 or bf16, in its own dtype.
+
+    Made of weight [out_features, in_features], and bias [out_features] or None. With `gate`, the rows are those of two
+    matrices of the same size, gate and up, one after the other.
     """
 
     def __init__(
-        self,
-        kernels: NativeKernels,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gate: bool = False,
-        int8: bool = False,
+        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None = None, *, gate: bool = False
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        super().__init__(weight.shape[0], weight.shape[1], weight.dtype)
         if gate:
-            weight = _interleave(weight)
-            bias = None if bias is None else _interleave(bias)
+            weight = interleaved(weight)
+            bias = None if bias is None else interleaved(bias)
         self._kernels = kernels
-        columns = _round_up(weight.shape[0])
-        self._scales: Tensor | None = None
-        if int8:
-            weight, scales = quantise_rows(weight)
-            self._scales = _padded(scales, columns)
-        self._packed = _huge_pages(columns * _round_up(self.in_features), weight.dtype)
+        columns = round_up(weight.shape[0])
+        self._packed = huge_pages(columns * round_up(self.in_features), weight.dtype)
         kernels.pack(weight.contiguous(), self._packed)
-        self._bias = None if bias is None else _padded(bias.float(), columns)
+        self._bias = None if bias is None else padded(bias.float(), columns)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the matrix."""
         return self._packed.nbytes
 
-    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """norm(x) W^T + b. x: [num_rows, in_features], fp32 or the weight's dtype -> [num_rows, out_features]."""
-        out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
-        self._run(x, norm, "store", out)
-        return out
-
-    def logits(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """The same in fp32, not rounded to the weight's dtype."""
-        out = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
-        self._run(x, norm, "store", out)
-        return out
-
-    def add_to_(self, residual: Tensor, x: Tensor) -> None:
-        """residual += x W^T + b, with residual fp32 [num_rows, out_features]."""
-        self._run(x, None, "add", residual)
-
-    def silu_gate(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """silu(gate) x up of a matrix made with `gate` -> [num_rows, out_features / 2]."""
-        out = torch.empty((x.shape[0], self.out_features // 2), dtype=self.dtype)
-        self._run(x, norm, "silu_gate", out)
-        return out
-
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [n] of the plain matrix, as fp32 [n, in_features]."""
+        """As `Matrix.rows`."""
         out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
-        self._kernels.unpack_columns(self._packed, self._scales, self.out_features, ids, out)
+        self._kernels.unpack_columns(self._packed, self.out_features, ids, out)
         return out
 
-    def _run(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        self._kernels.linear(x, self._packed, self._scales, self.out_features, self._bias, weight, eps, epilogue, out)
-
-
-def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [num_rows, size] and fp32 scales [num_rows]: each row is its scale times what is stored, to the nearest.
-
-    The largest element of a row becomes 127; no row needs an offset, since weights lie around 0.
-    """
-    rows = weight.float()
-    scales = rows.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return (rows / scales.unsqueeze(1)).round_().to(torch.int8), scales
+    def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
+        self._kernels.linear(x, self._packed, self.out_features, self._bias, norm, eps, epilogue, out)
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
     """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/attention.cpp`."""
-    return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * _round_up(head_dim))
+    return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * round_up(head_dim))
 
 
-def _interleave(rows: Tensor) -> Tensor:
+def interleaved(rows: Tensor) -> Tensor:
     """Groups of 16 rows of the first and the second half of `rows`, in turn; padded with zeros to whole groups."""
     half = CHUNK // 2
-    parts = [_padded(part, _round_up(len(part), half)) for part in rows.chunk(2)]
+    parts = [padded(part, round_up(len(part), half)) for part in rows.chunk(2)]
     groups = [part.view(-1, half, *part.shape[1:]) for part in parts]
     return torch.stack(groups, dim=1).flatten(0, 2)
 
 
-def _padded(rows: Tensor, length: int) -> Tensor:
+def padded(rows: Tensor, length: int) -> Tensor:
     """`rows` with zeros behind it, up to `length`."""
     return torch.cat((rows, rows.new_zeros(length - len(rows), *rows.shape[1:])))
 
 
-def _round_up(size: int, multiple: int = CHUNK) -> int:
+def round_up(size: int, multiple: int = CHUNK) -> int:
+    """The next multiple."""
     return -(-size // multiple) * multiple
 
 
-def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
+def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     """[num_elements] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
     num_bytes = num_elements * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
-    length = _round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES
+    length = round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -244,7 +266,7 @@ def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 def _register_fakes(namespace: str) -> None:
     """For tracing: each operator only writes to what it is given, so its fake does nothing."""
-    for name in ("linear", "pack", "unpack_columns", "attention", "largest_of_rows"):
+    for name in _OPERATORS:
         torch.library.register_fake(f"{namespace}::{name}", _nothing)
 
 

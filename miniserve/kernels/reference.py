@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miniserve.kernels.native import Norm
+from miniserve.kernels.quantised import Grid
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -25,6 +26,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | N
     """norm(x) W^T + b in fp32; the left side is rounded to the weight's dtype before, as the kernels do."""
     left = x if norm is None else rms_norm(x, norm)
     return F.linear(left.to(weight.dtype).float(), weight.float(), None if bias is None else bias.float())
+
+
+def digits(rows: Tensor, num_digits: int) -> Tensor:
+    """rows fp32 [num_rows, size], each rounded to whole multiples of 1/127 of its largest; of 1/(127 x 128) with 2."""
+    steps = 127.0 if num_digits == 1 else 127.0 * 128.0
+    size = rows.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(size > 0, torch.full_like(size, steps) / size, 0.0)
+    return (rows * inverse).round() * (size / steps)
+
+
+def linear_quantised(
+    x: Tensor, grid: Grid, bias: Tensor | None = None, norm: Norm | None = None, *, num_digits: int
+) -> Tensor:
+    """norm(x) W^T + b in fp32, with the left side rounded as `digits`, and W of a grid."""
+    left = digits(x.float() if norm is None else rms_norm(x, norm), num_digits)
+    return F.linear(left.double(), grid.values.double(), None if bias is None else bias.double()).float()
 
 
 def silu_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:

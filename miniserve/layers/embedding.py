@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from miniserve.kernels.native import NativeKernels, PackedMatrix
+from miniserve.kernels.native import Matrix, NativeKernels, PackedMatrix
+from miniserve.kernels.quantised import Grid, QuantisedMatrix, Scheme
 from miniserve.layers.linear import parameter
 from miniserve.layers.norm import RMSNorm
 
@@ -27,7 +28,7 @@ class TokenMatrix(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
-        self._native: PackedMatrix | None = None
+        self._native: Matrix | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: int64 [num_tokens] -> fp32 [num_tokens, hidden_size], a row for each."""
@@ -43,11 +44,16 @@ class TokenMatrix(nn.Module):
         assert self.weight is not None
         return output_logits(norm(hidden, self.dtype), self.weight)
 
-    def pack(self, kernels: NativeKernels | None, *, int8: bool = False) -> None:
-        """Swap the loaded matrix for the kernels' layout; without kernels it stays plain."""
-        if kernels is not None and self.weight is not None:
-            self._native = PackedMatrix(kernels, self.weight.data, int8=int8)
-            self.weight = None
+    def pack(self, kernels: NativeKernels | None, scheme: Scheme | None = None, grid: Grid | None = None) -> None:
+        """Swap the loaded matrix for the kernels' layout, as `Linear.pack` does; without kernels it stays plain."""
+        if kernels is None or self.weight is None:
+            return
+        if scheme is None:
+            self._native = PackedMatrix(kernels, self.weight.data)
+        else:
+            grid = scheme.head_grid(self.weight.data) if grid is None else grid
+            self._native = QuantisedMatrix(kernels, grid, dtype=self.dtype, num_digits=scheme.num_digits)
+        self.weight = None
 
 
 def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from miniserve.kernels.native import NativeKernels, PackedMatrix
+from miniserve.kernels.native import Matrix, NativeKernels, PackedMatrix
+from miniserve.kernels.quantised import Grid, QuantisedMatrix, Scheme
 from miniserve.layers.norm import RMSNorm
 
 # The row count oneDNN is told to expect when it picks a layout; any other count runs on the same layout.
@@ -31,7 +32,7 @@ class Linear(nn.Module):
         self.dtype = dtype
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
-        self._native: PackedMatrix | None = None
+        self._native: Matrix | None = None
         self._packed: Tensor | None = None  # oneDNN's opaque layout
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
@@ -55,20 +56,28 @@ class Linear(nn.Module):
         else:
             residual += self._product(x)
 
-    def pack(self, kernels: NativeKernels | None = None, *, int8: bool = False) -> None:
+    def pack(
+        self, kernels: NativeKernels | None = None, scheme: Scheme | None = None, grid: Grid | None = None
+    ) -> None:
         """Swap the loaded weight for the layout that is fastest: the kernels', else oneDNN's, else as it is.
 
-        The kernels can keep it as int8.
+        The kernels can keep it as small whole numbers: as `scheme` makes them, or those of `grid`.
         """
         if self.weight is None:
             return
         if kernels is not None:
-            bias = None if self.bias is None else self.bias.data
-            self._native = PackedMatrix(kernels, self.weight.data, bias, gate=self._is_gate, int8=int8)
+            self._native = self._matrix(kernels, self.weight.data, scheme, grid)
             self.weight = None
         elif can_pack(self.weight):
             self._pack_for_onednn(self.weight.data)
             self.weight = None
+
+    def _matrix(self, kernels: NativeKernels, weight: Tensor, scheme: Scheme | None, grid: Grid | None) -> Matrix:
+        bias = None if self.bias is None else self.bias.data
+        if scheme is None:
+            return PackedMatrix(kernels, weight, bias, gate=self._is_gate)
+        grid = scheme.grid(weight) if grid is None else grid
+        return QuantisedMatrix(kernels, grid, bias, dtype=self.dtype, num_digits=scheme.num_digits, gate=self._is_gate)
 
     _is_gate = False
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
+from miniserve.kernels.quantised import Grid
+from miniserve.models.gguf_grids import has_grid, read_grid
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -121,6 +123,13 @@ class GGUFFile:
             count = math.prod(tensor.shape)
             return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)
         return self._dequantize(tensor)
+
+    def grid(self, tensor: GGUFTensor) -> Grid | None:
+        """A matrix as the whole numbers that it is stored as; None if it is stored in another way."""
+        if len(tensor.shape) != 2 or not has_grid(tensor.quant.name):
+            return None
+        blocks = torch.frombuffer(self._bytes, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return read_grid(tensor.quant.name, blocks.view(tensor.shape[0], -1, tensor.quant.block_bytes))
 
     def _dequantize(self, tensor: GGUFTensor) -> Tensor:
         import gguf  # half a second, and not needed to read the metadata

@@ -6,10 +6,11 @@ made from the files' headers before the first byte of data is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
+from miniserve.kernels.quantised import Grid, joined
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.family import TensorNames, row_sizes
-from miniserve.models.gguf import GGUFFile
+from miniserve.models.gguf import GGUFFile, GGUFTensor
 
 # safetensors' names of the dtypes that hold plain weights.
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -28,59 +30,110 @@ _DUMMY_STD = 0.02
 _MAX_LISTED = 3
 
 
+OnModule = Callable[[str, Grid | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint that is not read yet."""
+    """A tensor of a checkpoint that is not read yet.
+
+    Attributes:
+        read: its values.
+        read_grid: a matrix as the whole numbers that it is stored as; None where it is stored in another way.
+    """
 
     name: str
     shape: tuple[int, ...]
     file: Path
     read: Callable[[], Tensor]
+    read_grid: Callable[[], Grid | None] = lambda: None
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, *, on_tensor: Callable[[int, int], None] | None = None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    on_tensor: Callable[[int, int], None] | None = None,
+    on_module: OnModule = lambda _name, _grid: None,
+    keep_grids: Collection[str] = (),
 ) -> None:
-    """Fill every parameter of `model`, converting to its dtype and device.
+    """Fill every parameter of `model`, converting to its dtype and device: one module after the other.
 
     Args:
         model: with the parameter names of `Transformer`.
         checkpoint: opened with its weights.
         on_tensor: called after each tensor with (done, total).
+        on_module: called with a module's name when its parameters are there.
+        keep_grids: modules that are not filled with a weight that is stored as whole numbers: `on_module` gets these.
 
     Raises:
         CheckpointError: a tensor is missing, unused, there twice, misshapen or not finite, or a file is damaged.
         UnsupportedModelError: a tensor is stored in a dtype that is not supported.
     """
-    with ExitStack() as stack, torch.no_grad(), _one_thread():
+    with ExitStack() as stack, torch.no_grad():
         stored = _stored_tensors(checkpoint, stack)
         targets = _targets(model, checkpoint)
-        spare_head = _check_names(stored, targets, checkpoint)
-        wanted = [tensor for tensor in stored.values() if tensor.name in targets]
-        for tensor in wanted:
-            _check_shape(tensor, targets[tensor.name])
-        for done, tensor in enumerate(wanted, 1):
-            _fill(targets[tensor.name], tensor)
-            if on_tensor is not None:
-                on_tensor(done, len(wanted))
-        if spare_head is not None:
-            _check_spare_head(spare_head, model.get_parameter("embed.weight"))
+        names = [name for rows in targets.values() for name in rows]
+        spare_head = _check_names(stored, names, checkpoint)
+        for rows in targets.values():
+            for name, target in rows.items():
+                _check_shape(stored[name], target)
+        done = 0
+        for module, parameters in groupby(list(targets), key=_module_of):
+            may_keep = module in keep_grids and not (module == "embed" and spare_head is not None)
+            grid = None
+            for parameter in parameters:
+                rows = targets.pop(parameter)  # it would keep the plain weight alive
+                is_weight = parameter.endswith(".weight")
+                if is_weight and may_keep:
+                    grid = _grid([stored[name] for name in rows])
+                if grid is None or not is_weight:
+                    _fill_rows(rows, stored)
+                for _ in rows:
+                    done += 1
+                    if on_tensor is not None:
+                        on_tensor(done, len(names))
+            if spare_head is not None and module == "embed":
+                _check_spare_head(spare_head, model.get_parameter("embed.weight"))
+            on_module(module, grid)
 
 
-def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter with small random numbers, norms with ones, biases with zeros; reproducible."""
+def init_dummy_weights(model: nn.Module, seed: int, *, on_module: OnModule = lambda _name, _grid: None) -> None:
+    """Fill every parameter with small random numbers, norms with ones, biases with zeros; reproducible.
+
+    `on_module` is called with the name of each module that has parameters, when they are there.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif name.endswith(".bias"):
-                parameter.zero_()
-            else:
-                device = parameter.device
-                if device not in generators:
-                    generators[device] = torch.Generator(device).manual_seed(seed)
-                parameter.normal_(0.0, _DUMMY_STD, generator=generators[device])
+        for module, names in groupby([name for name, _ in model.named_parameters()], key=_module_of):
+            for name in names:
+                _init_dummy(name, model.get_parameter(name), generators, seed)
+            on_module(module, None)
+
+
+def _init_dummy(name: str, parameter: nn.Parameter, generators: dict[torch.device, torch.Generator], seed: int) -> None:
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    elif name.endswith(".bias"):
+        parameter.zero_()
+    else:
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        parameter.normal_(0.0, _DUMMY_STD, generator=generators[device])
+
+
+def _grid(tensors: Sequence[StoredTensor]) -> Grid | None:
+    """The grid of a weight, if all of its parts are stored as whole numbers of one kind."""
+    grids = []
+    for tensor in tensors:
+        grid = tensor.read_grid()
+        if grid is None:
+            return None
+        if not (_is_finite(grid.scales) and (grid.offsets is None or _is_finite(grid.offsets))):
+            raise CheckpointError(f"{tensor.file}: tensor {tensor.name} has scales that are not finite")
+        grids.append(grid)
+    return joined(grids)
 
 
 @contextmanager
@@ -94,15 +147,19 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _targets(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Tensor name in the files -> the rows of a parameter that it fills."""
+def _targets(model: nn.Module, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """By parameter: which of its rows each tensor of the files fills. Parameters of a module follow each other."""
     names = _names(checkpoint)
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, dict[str, Tensor]] = {}
     for parameter_name, parameter in model.named_parameters():
         sources = names.sources(parameter_name)
         sizes = row_sizes(parameter_name, checkpoint.config) if len(sources) > 1 else [len(parameter)]
-        targets.update(zip(sources, torch.split(parameter.data, sizes), strict=True))
+        targets[parameter_name] = dict(zip(sources, torch.split(parameter.data, sizes), strict=True))
     return targets
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _names(checkpoint: Checkpoint) -> TensorNames:
@@ -110,15 +167,15 @@ def _names(checkpoint: Checkpoint) -> TensorNames:
 
 
 def _check_names(
-    stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor], checkpoint: Checkpoint
+    stored: Mapping[str, StoredTensor], needed: Collection[str], checkpoint: Checkpoint
 ) -> StoredTensor | None:
     """Compare what is there with what is needed. Returns the head's tensor where a tied model has one too."""
-    missing = [name for name in targets if name not in stored]
+    missing = [name for name in needed if name not in stored]
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {_listed(missing)} missing{_head_hint(missing, checkpoint)}")
     names = _names(checkpoint)
     head = names.sources("head.weight")[0]
-    unused = [name for name in stored if name not in targets and not name.endswith(names.ignored)]
+    unused = [name for name in stored if name not in needed and not name.endswith(names.ignored)]
     spare_head = None
     if checkpoint.config.tie_word_embeddings and head in unused:
         unused.remove(head)
@@ -149,11 +206,21 @@ def _check_shape(tensor: StoredTensor, target: Tensor) -> None:
         )
 
 
+def _fill_rows(rows: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    with _one_thread():
+        for name, target in rows.items():
+            _fill(target, stored[name])
+
+
 def _fill(target: Tensor, tensor: StoredTensor) -> None:
     target.copy_(tensor.read())
-    # The sum is finite only if every element is, and it also sees what the conversion made infinite.
-    if not torch.isfinite(target.sum(dtype=torch.float32)):
+    if not _is_finite(target):  # also what the conversion made infinite
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name} has values that are not finite in {target.dtype}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # A sum is finite only if every element is.
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
 
 
 def _check_spare_head(head: StoredTensor, embedding: Tensor) -> None:
@@ -197,11 +264,10 @@ def _safetensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
 def _gguf_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
     file = GGUFFile(checkpoint.path)
     for tensor in file.tensors:
-        read: Callable[[], Tensor] = partial(file.read, tensor)
         num_heads = _heads_to_reorder(tensor.name, checkpoint)
-        if num_heads is not None:
-            read = partial(_pairs_apart, read, num_heads)
-        yield StoredTensor(tensor.name, tensor.shape, file.path, read)
+        order = _as_they_are if num_heads is None else partial(_pairs_apart, num_heads=num_heads)
+        read, read_grid = partial(_read, file, tensor, order), partial(_read_grid, file, tensor, order)
+        yield StoredTensor(tensor.name, tensor.shape, file.path, read, read_grid)
 
 
 def _heads_to_reorder(name: str, checkpoint: Checkpoint) -> int | None:
@@ -212,11 +278,23 @@ def _heads_to_reorder(name: str, checkpoint: Checkpoint) -> int | None:
     return checkpoint.config.num_kv_heads if ".attn_k." in name else None
 
 
-def _pairs_apart(read: Callable[[], Tensor], num_heads: int) -> Tensor:
-    """Rows of q or k from llama.cpp's order to ours.
+def _read(file: GGUFFile, tensor: GGUFTensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    return order(file.read(tensor))
+
+
+def _read_grid(file: GGUFFile, tensor: GGUFTensor, order: Callable[[Tensor], Tensor]) -> Grid | None:
+    grid = file.grid(tensor)
+    return None if grid is None else grid.map(order)
+
+
+def _as_they_are(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _pairs_apart(rows: Tensor, *, num_heads: int) -> Tensor:
+    """Rows of q or k [num_heads * head_dim, ...] from llama.cpp's order to ours.
 
     It turns rows 2i and 2i + 1 of a head together; here the pair is rows i and i + head_dim / 2.
     """
-    rows = read()  # [num_heads * head_dim, ...]
     pairs = rows.view(num_heads, -1, 2, *rows.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from miniserve.attention.base import AttentionPlan, LayerKVCache
 from miniserve.kernels.native import NativeKernels
+from miniserve.kernels.quantised import Grid, Scheme
 from miniserve.layers.attention import Attention
 from miniserve.layers.embedding import TokenMatrix
 from miniserve.layers.linear import Linear
@@ -90,11 +91,25 @@ class Transformer(nn.Module):
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
         return (self.embed if self.head is None else self.head).logits(hidden, self.norm)
 
-    def pack(self, kernels: NativeKernels | None = None, *, int8: bool = False) -> None:
-        """After loading: give each matrix the layout that is fastest, one after the other, in place of the plain one.
+    def packed_modules(self) -> frozenset[str]:
+        """The names of the modules whose matrix gets a layout of its own.
 
         An embedding that is no head as well stays plain: it is only looked up.
         """
-        for module in self.modules():
-            if isinstance(module, Linear) or module is (self.head or self.embed):
-                module.pack(kernels, int8=int8)
+        head = self.head or self.embed
+        return frozenset(name for name, module in self.named_modules() if isinstance(module, Linear) or module is head)
+
+    def pack(
+        self, name: str, kernels: NativeKernels | None = None, scheme: Scheme | None = None, grid: Grid | None = None
+    ) -> None:
+        """After loading: give the matrix of a packed module the layout that is fastest, in place of the plain one.
+
+        Args:
+            name: of the module.
+            kernels: that multiply; None for PyTorch.
+            scheme: makes the matrix small.
+            grid: is the matrix, where it is small already; what was loaded into the plain one does not matter then.
+        """
+        module = self.get_submodule(name)
+        assert isinstance(module, Linear | TokenMatrix)
+        module.pack(kernels, scheme, grid)

@@ -15,6 +15,7 @@ from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
 from miniserve.errors import ConfigError
 from miniserve.kernels.load import KernelChoice, load_kernels
 from miniserve.kernels.native import DTYPES, NativeKernels
+from miniserve.kernels.quantised import SCHEMES, Grid
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import ModelConfig
 from miniserve.models.loader import init_dummy_weights, load_weights
@@ -66,11 +67,19 @@ def build_runner(
     native = _kernels(resolved, dtype, instruction_sets, on_build)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    scheme = SCHEMES.get(resolved.quantization)
+    packed = model.packed_modules()
+
+    def pack(module: str, grid: Grid | None) -> None:
+        if module in packed:
+            model.pack(module, native.kernels, scheme, grid)
+
+    # Module by module: the plain weights are never all in memory at once.
     if asked.load_format == "dummy":
-        init_dummy_weights(model, seed=resolved.seed or 0)
+        init_dummy_weights(model, resolved.seed or 0, on_module=pack)
     else:
-        load_weights(model, checkpoint, on_tensor=on_tensor)
-    model.pack(native.kernels, int8=resolved.quantization == "int8")
+        keep_grids = packed if scheme is not None else frozenset()
+        load_weights(model, checkpoint, on_tensor=on_tensor, on_module=pack, keep_grids=keep_grids)
     backend, reason = _backend(resolved, checkpoint.config, native.kernels)
     bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
     num_blocks = num_kv_blocks(
@@ -124,8 +133,8 @@ def _check_quantization(resolved: ResolvedConfig, choice: KernelChoice) -> None:
     flag = f"--quantization {resolved.quantization}"
     if resolved.device != "cpu":
         raise ConfigError(f"{flag} is for CPUs, and the device is {resolved.device}: leave it out, or add --device cpu")
-    if resolved.dtype != "bfloat16":
-        raise ConfigError(f"{flag} computes in bf16, and the dtype is {resolved.dtype}: add --dtype bfloat16")
+    if choice.kernels is None and getattr(torch, resolved.dtype) not in DTYPES:
+        raise ConfigError(f"{flag} needs the native kernels: they have no {resolved.dtype}: add --dtype bfloat16")
     if choice.kernels is None:
         raise ConfigError(f"{flag} needs the native kernels: {choice.reason or 'leave --kernels torch out'}")
 

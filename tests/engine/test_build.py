@@ -88,16 +88,18 @@ def test_a_dtype_that_the_kernels_do_not_have(folder: Path) -> None:
     assert parts.backend_name == "sdpa"
 
 
-def test_int8_weights(folder: Path) -> None:
-    parts = build_engine(EngineConfig(model=str(folder), device="cpu", dtype="bf16", quantization="int8", threads=1))
-    assert any("device cpu, bfloat16 (weights int8), kernels native" in line for line in parts.summary)
+@pytest.mark.parametrize("quantization", ["int8", "int8-fast", "int4"])
+def test_small_weights(folder: Path, quantization: str) -> None:
+    config = EngineConfig(model=str(folder), device="cpu", dtype="bf16", quantization=quantization, threads=1)
+    parts = build_engine(config)
+    assert any(f"device cpu, bfloat16 (weights {quantization}), kernels native" in line for line in parts.summary)
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"dtype": "fp32"}, "computes in bf16, and the dtype is float32: add --dtype bfloat16"),
         ({"dtype": "bf16", "kernels": "torch"}, "needs the native kernels: leave --kernels torch out"),
+        ({"dtype": "fp16"}, "needs the native kernels: they have no float16: add --dtype bfloat16"),
     ],
 )
 def test_weights_that_should_be_small_are_not_silently_large(

@@ -44,7 +44,13 @@ Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[TokenLog
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", "fp32", "none"), ("llama", "bf16", "int8"), ("qwen3", "bf16", "none")],
+    params=[
+        ("llama", "fp32", "none"),
+        ("llama", "bf16", "int8"),
+        ("llama", "bf16", "int4"),
+        ("qwen3", "bf16", "none"),
+        ("qwen3", "bf16", "int8-fast"),
+    ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:

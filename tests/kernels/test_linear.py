@@ -226,10 +226,7 @@ WRONG: dict[str, tuple[str, dict[str, object]]] = {
     "packed-small": ("packed", {"packed": PACKED[:-1]}),
     "packed-dtype": ("packed", {"packed": PACKED.half()}),
     "packed-dims": ("packed", {"packed": PACKED.view(96, 64)}),
-    "scales": ("scales", {"scales": torch.ones(96)}),
-    "no-scales": ("scales", {"packed": PACKED.to(torch.int8), "x": X.bfloat16()}),
-    "scales-size": ("scales", {"packed": PACKED.to(torch.int8), "x": X.bfloat16(), "scales": torch.ones(80)}),
-    "columns": ("packed", {"columns": 97}),
+    "columns": ("packed", {"columns": 97, "out": torch.zeros(3, 97)}),
     "bias-size": ("bias", {"bias": torch.zeros(80)}),
     "bias-dtype": ("bias", {"bias": torch.zeros(96).bfloat16()}),
     "norm-size": ("norm", {"norm": torch.ones(49)}),
@@ -248,7 +245,6 @@ def test_what_linear_refuses(kernels: NativeKernels, named: str, changes: dict[s
     right: dict[str, object] = {
         "x": X,
         "packed": PACKED,
-        "scales": None,
         "columns": 80,
         "bias": None,
         "norm": None,
@@ -288,7 +284,7 @@ def test_what_pack_refuses(kernels: NativeKernels, named: str, weight: Tensor, p
 )
 def test_what_unpack_refuses(kernels: NativeKernels, named: str, ids: Tensor, out: Tensor) -> None:
     with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
-        kernels.unpack_columns(PACKED, None, 80, ids, out)
+        kernels.unpack_columns(PACKED, 80, ids, out)
 
 
 def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
@@ -297,7 +293,7 @@ def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
     packed = torch.zeros(96 * 64, dtype=dtype)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.pack, (case.weight, packed), test_utils=checks)
-    linear = (case.x, packed, None, 80, None, None, 0.0, "store", torch.zeros(3, 80))
+    linear = (case.x, packed, 80, None, None, 0.0, "store", torch.zeros(3, 80))
     torch.library.opcheck(kernels.linear, linear, test_utils=checks)
-    unpack = (packed, None, 80, torch.tensor([3, 7]), torch.zeros(2, 50))
+    unpack = (packed, 80, torch.tensor([3, 7]), torch.zeros(2, 50))
     torch.library.opcheck(kernels.unpack_columns, unpack, test_utils=checks)

@@ -129,6 +129,7 @@ def test_a_model_keeps_no_plain_matrix_that_it_multiplies_with(native_kernels: N
     config = replace(CONFIG, tie_word_embeddings=tied)
     model = Transformer(config, max_positions=64, dtype=torch.bfloat16, device=CPU)
     fill(model)
-    model.pack(native_kernels)
+    for name in model.packed_modules():
+        model.pack(name, native_kernels)
     matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
     assert matrices == ([] if tied else ["embed.weight"])

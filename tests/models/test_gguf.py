@@ -77,6 +77,24 @@ def test_every_type_is_dequantised_as_the_package_does(tmp_path: Path, quant: st
     assert expected.std() > 0
 
 
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_a_grid_is_what_the_file_has(tmp_path: Path, quant: str) -> None:
+    file = GGUFFile(write_file(tmp_path / "a.gguf", (quant,), (40, 512)))
+    (tensor,) = file.tensors
+    grid, values = file.grid(tensor), file.read(tensor)
+    assert grid is not None and grid.shape == (40, 512)
+    assert grid.bits == (8 if quant == "Q8_0" else 4)
+    if quant == "Q4_K":  # its scales are products that fp16 cannot hold
+        torch.testing.assert_close(grid.values, values, rtol=2e-3, atol=2e-3 * float(values.abs().max()))
+    else:
+        assert torch.equal(grid.values, values)
+
+
+def test_what_has_no_grid(tmp_path: Path) -> None:
+    file = GGUFFile(write_file(tmp_path / "a.gguf", ("F32", "BF16", "Q5_0", "Q5_1", "Q5_K", "Q6_K")))
+    assert [file.grid(tensor) for tensor in file.tensors] == [None] * 6
+
+
 def test_block_sizes_are_the_packages_own() -> None:
     for number, quant in QUANT_TYPES.items():
         kind = gguf.GGMLQuantizationType(number)

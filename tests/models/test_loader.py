@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
+from miniserve.kernels.quantised import Grid
 from miniserve.models.checkpoint import Checkpoint, open_checkpoint
 from miniserve.models.gguf import GGUFFile
 from miniserve.models.loader import init_dummy_weights, load_weights
@@ -301,6 +303,40 @@ def test_the_embedded_model_loads_completely() -> None:
     seen: list[tuple[int, int]] = []
     load_weights(model, checkpoint, on_tensor=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (272, 272)
+
+
+def test_whole_numbers_of_a_file_stay_as_they_are(tmp_path: Path) -> None:
+    """Also in the order of our rows, and joined where one matrix is several tensors."""
+    checkpoint = open_checkpoint(str(first_layer_of_the_embedded_model(tmp_path / "a.gguf", vocab_size=512)))
+    expected = load(tmp_path / "a.gguf")
+    model = build(checkpoint)
+    grids: dict[str, Grid | None] = {}
+    load_weights(model, checkpoint, on_module=grids.__setitem__, keep_grids=model.packed_modules())
+    assert {name for name, grid in grids.items() if grid is not None} == model.packed_modules()
+    for name, grid in grids.items():
+        if grid is not None:
+            assert torch.equal(grid.values, parameters(expected)[f"{name}.weight"].data)
+    assert_close(model, "norm.weight", parameters(expected)["norm.weight"].data)
+
+
+def test_modules_come_when_they_are_whole_and_are_let_go(save: Save, tensors: Tensors) -> None:
+    """Bug kind: all plain weights were in memory until the last one had its final layout."""
+    checkpoint = open_checkpoint(str(save(tensors)))
+    model = build(checkpoint)
+    seen: list[str] = []
+    plain: list[StorageWeakRef] = []
+
+    def on_module(name: str, grid: Grid | None) -> None:
+        assert grid is None
+        seen.append(name)
+        assert all(storage.expired() for storage in plain)  # type: ignore[no-untyped-call]
+        if name in model.packed_modules():
+            weight = model.get_parameter(f"{name}.weight")
+            plain.append(StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]
+            model.get_submodule(name).register_parameter("weight", None)
+
+    load_weights(model, checkpoint, on_module=on_module)
+    assert seen == list(dict.fromkeys(name.rpartition(".")[0] for name, _ in build(checkpoint).named_parameters()))
 
 
 def assert_close(model: Transformer, name: str, expected: Tensor) -> None:

@@ -24,15 +24,31 @@ struct Rows {
 };
 
 // A packed matrix [columns][size]: panels of 32 columns, each [chunks of 32 k]. Both are padded to multiples of 32.
-//
-// It is of E or, in the same layout, of int8; then each column of the matrix is its scale times what is stored.
 template <class E>
 struct Weight {
-  const E* data;             // null where it is of int8
-  const int8_t* quantised;   // null where it is of E
-  const float* scales;       // [columns] of int8, padded like the data
+  const E* data;
   int64_t columns, size;
   const float* bias;  // [columns], padded like the data; may be null
+};
+
+// How a quantised matrix [columns][size] is kept: an element is scale x (code - zero), or scale x code + offset.
+//
+// With whole rows, a column has one scale, and codes have 8 bits; else each group of 32 k of a column has its own scale,
+// and codes have 8 or 4 bits. Zero is 128 or 8. See quantised.cpp for the layout.
+struct Grid {
+  int64_t columns, size;
+  int bits;
+  bool whole_rows, has_offsets;
+};
+
+// Bytes of a packed matrix.
+int64_t grid_bytes(const Grid& grid);
+
+struct QuantisedWeight {
+  Grid grid;
+  const uint8_t* data;
+  const float* scales;  // [columns] of whole rows, padded to a multiple of 32; otherwise null
+  const float* bias;    // [columns], padded likewise; may be null
 };
 
 struct Output {
@@ -44,14 +60,26 @@ struct Output {
 template <class E>
 void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads);
 
-// `weight` [columns][size] into the layout of `Weight`, padded with zeros. Of int8, into that of bf16.
-template <class T>
-void pack(const T* weight, int64_t columns, int64_t size, T* packed, int num_threads);
+// The same with a quantised matrix. Rows become whole numbers of `num_digits` (1 or 2) digits of 7 bits times a scale.
+template <class E>
+void linear_quantised(const Rows& rows, const QuantisedWeight& weight, int num_digits, const Output& out,
+                      int num_threads);
 
-// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float. Scales may be null.
-template <class T>
-void unpack_columns(const T* packed, const float* scales, int64_t size, const int64_t* ids, int64_t num_ids, float* out,
-                    int num_threads);
+// `weight` [columns][size] into the layout of `Weight`, padded with zeros.
+template <class E>
+void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_threads);
+
+// codes [columns][size] into the layout of a quantised matrix, with scales and offsets [columns][groups] as IEEE halves;
+// both are null for whole rows, offsets if the grid has none.
+void pack_grid(const Grid& grid, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, uint8_t* packed,
+               int num_threads);
+
+// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float.
+template <class E>
+void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float* out, int num_threads);
+
+void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float* out,
+                              int num_threads);
 
 // The heads of one layer, and what is done to queries and keys before attention.
 struct Heads {

@@ -42,13 +42,6 @@ void for_dtype(ScalarType dtype, const char* name, F f) {
   }
 }
 
-// Calls f with a null pointer to the type of a packed matrix: bf16, float or int8_t.
-template <class F>
-void for_packed_type(ScalarType dtype, F f) {
-  if (dtype == ScalarType::Char) return f(static_cast<int8_t*>(nullptr));
-  for_dtype(dtype, "packed", f);
-}
-
 Epilogue epilogue_of(const std::string& name) {
   if (name == "store") return Epilogue::kStore;
   if (name == "add") return Epilogue::kAdd;
@@ -63,67 +56,133 @@ void check_packed(const Tensor& packed, int64_t columns, int64_t size) {
                   " elements, got ", packed.numel());
 }
 
-void linear_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
-               const std::optional<Tensor>& bias, const std::optional<Tensor>& norm, double eps,
-               const std::string& epilogue, const Tensor& out) {
-  const bool quantised = packed.scalar_type() == ScalarType::Char;
-  const ScalarType dtype = quantised ? ScalarType::BFloat16 : packed.scalar_type();
+// What a linear layer does, but for its matrix: rows in `dtype` or float, and where the product goes.
+struct Call {
+  Rows rows;
+  Output out;
+};
+
+Call call_of(const Tensor& x, int64_t columns, const std::optional<Tensor>& norm, double eps,
+             const std::string& epilogue, ScalarType dtype, const Tensor& out) {
   const bool is_float = x.scalar_type() == ScalarType::Float;
   check(x, "x", is_float ? ScalarType::Float : dtype, 2);
   const bool out_is_float = out.scalar_type() == ScalarType::Float;
   check(out, "out", out_is_float ? ScalarType::Float : dtype, 2);
-  check_packed(packed, columns, x.size(1));
   const Epilogue kind = epilogue_of(epilogue);
   const bool gate = kind == Epilogue::kSiluGate;
   STD_TORCH_CHECK(kind == Epilogue::kStore || out_is_float == (kind == Epilogue::kAdd || dtype == ScalarType::Float),
-                  "out: expected float32 to add to, and the weight's dtype behind a gate");
+                  "out: expected float32 to add to, and the layer's dtype behind a gate");
   STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == (gate ? columns / 2 : columns), "out: of ", out.size(0),
                   " by ", out.size(1), ", which does not fit ", x.size(0), " rows and ", columns, " columns");
-  const int64_t padded_columns = (columns + kChunk - 1) / kChunk * kChunk;
-  const float* bias_data = optional_floats(bias, "bias", padded_columns);
-  const float* scale_data = optional_floats(scales, "scales", padded_columns);
-  STD_TORCH_CHECK(quantised == scales.has_value(), "scales: expected with an int8 matrix, and only then");
   const Rows rows{x.data_ptr(), is_float, x.size(0), x.size(1), optional_floats(norm, "norm", x.size(1)),
                   static_cast<float>(eps)};
+  return {rows, {out.data_ptr(), out_is_float, kind}};
+}
+
+int64_t whole_panels(int64_t columns) { return (columns + kChunk - 1) / kChunk * kChunk; }
+
+void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
+               const std::optional<Tensor>& norm, double eps, const std::string& epilogue, const Tensor& out) {
+  const ScalarType dtype = packed.scalar_type();
+  const Call call = call_of(x, columns, norm, eps, epilogue, dtype, out);
+  check_packed(packed, columns, x.size(1));
+  const float* bias_data = optional_floats(bias, "bias", whole_panels(columns));
   for_dtype(dtype, "packed", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    const void* data = packed.data_ptr();
-    const Weight<E> weight{quantised ? nullptr : static_cast<const E*>(data),
-                           quantised ? static_cast<const int8_t*>(data) : nullptr,
-                           scale_data,
-                           columns,
-                           x.size(1),
-                           bias_data};
-    linear(rows, weight, Output{out.data_ptr(), out_is_float, kind}, num_threads());
+    const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
+    linear(call.rows, weight, call.out, num_threads());
   });
 }
 
 void pack_op(const Tensor& weight, const Tensor& packed) {
   check(weight, "weight", packed.scalar_type(), 2);
   check_packed(packed, weight.size(0), weight.size(1));
-  for_packed_type(weight.scalar_type(), [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    pack(static_cast<const T*>(weight.data_ptr()), weight.size(0), weight.size(1), static_cast<T*>(packed.data_ptr()),
+  for_dtype(weight.scalar_type(), "weight", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    pack(static_cast<const E*>(weight.data_ptr()), weight.size(0), weight.size(1), static_cast<E*>(packed.data_ptr()),
          num_threads());
   });
 }
 
-void unpack_columns_op(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns, const Tensor& ids,
-                       const Tensor& out) {
+const int64_t* checked_ids(const Tensor& ids, int64_t columns, const Tensor& out) {
   check(ids, "ids", ScalarType::Long, 1);
   check(out, "out", ScalarType::Float, 2);
-  check_packed(packed, columns, out.size(1));
   STD_TORCH_CHECK(out.size(0) == ids.size(0), "out: has ", out.size(0), " rows for ", ids.size(0), " ids");
   const auto* data = static_cast<const int64_t*>(ids.data_ptr());
   for (int64_t i = 0; i < ids.size(0); i++) {
     STD_TORCH_CHECK(data[i] >= 0 && data[i] < columns, "ids: ", data[i], " is not below ", columns);
   }
-  const float* scale_data = optional_floats(scales, "scales", (columns + kChunk - 1) / kChunk * kChunk);
-  for_packed_type(packed.scalar_type(), [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    unpack_columns(static_cast<const T*>(packed.data_ptr()), scale_data, out.size(1), data, ids.size(0),
+  return data;
+}
+
+void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, const Tensor& out) {
+  const int64_t* data = checked_ids(ids, columns, out);
+  check_packed(packed, columns, out.size(1));
+  for_dtype(packed.scalar_type(), "packed", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    unpack_columns(static_cast<const E*>(packed.data_ptr()), out.size(1), data, ids.size(0),
                    static_cast<float*>(out.data_ptr()), num_threads());
   });
+}
+
+Grid grid_of(int64_t columns, int64_t size, int64_t bits, bool whole_rows, bool has_offsets) {
+  STD_TORCH_CHECK(bits == 8 || (bits == 4 && !whole_rows), "bits: expected 8, or 4 in groups, got ", bits);
+  STD_TORCH_CHECK(!(whole_rows && has_offsets), "offsets: only groups have any");
+  return {columns, size, static_cast<int>(bits), whole_rows, has_offsets};
+}
+
+QuantisedWeight quantised_of(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns, int64_t size,
+                             int64_t bits, bool has_offsets, const std::optional<Tensor>& bias) {
+  const Grid grid = grid_of(columns, size, bits, scales.has_value(), has_offsets);
+  check(packed, "packed", ScalarType::Byte, 1);
+  STD_TORCH_CHECK(packed.numel() >= grid_bytes(grid), "packed: takes ", grid_bytes(grid), " bytes, got ",
+                  packed.numel());
+  return {grid, static_cast<const uint8_t*>(packed.data_ptr()),
+          optional_floats(scales, "scales", whole_panels(columns)), optional_floats(bias, "bias", whole_panels(columns))};
+}
+
+// The type of rows and results that are not float is the other one's; with both float it is float.
+void linear_quantised_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
+                         int64_t bits, bool has_offsets, int64_t num_digits, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& norm, double eps, const std::string& epilogue,
+                         const Tensor& out) {
+  const ScalarType dtype = x.scalar_type() == ScalarType::Float ? out.scalar_type() : x.scalar_type();
+  const Call call = call_of(x, columns, norm, eps, epilogue, dtype, out);
+  const QuantisedWeight weight = quantised_of(packed, scales, columns, x.size(1), bits, has_offsets, bias);
+  STD_TORCH_CHECK(num_digits == 1 || num_digits == 2, "num_digits: expected 1 or 2, got ", num_digits);
+  for_dtype(dtype, "x", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    linear_quantised<E>(call.rows, weight, static_cast<int>(num_digits), call.out, num_threads());
+  });
+}
+
+// IEEE halves [columns][groups], or null.
+const uint16_t* optional_halves(const std::optional<Tensor>& tensor, const char* name, int64_t columns, int64_t groups) {
+  if (!tensor) return nullptr;
+  check(*tensor, name, ScalarType::Half, 2);
+  STD_TORCH_CHECK(tensor->size(0) == columns && tensor->size(1) == groups, name, ": expected ", columns, " by ", groups);
+  return static_cast<const uint16_t*>(tensor->data_ptr());
+}
+
+void pack_grid_op(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& offsets,
+                  int64_t bits, const Tensor& packed) {
+  check(codes, "codes", ScalarType::Byte, 2);
+  const Grid grid = grid_of(codes.size(0), codes.size(1), bits, !scales.has_value(), offsets.has_value());
+  check(packed, "packed", ScalarType::Byte, 1);
+  STD_TORCH_CHECK(packed.numel() >= grid_bytes(grid), "packed: takes ", grid_bytes(grid), " bytes, got ",
+                  packed.numel());
+  const int64_t groups = (grid.size + 31) / 32;
+  pack_grid(grid, static_cast<const uint8_t*>(codes.data_ptr()),
+            optional_halves(scales, "scales", grid.columns, groups),
+            optional_halves(offsets, "offsets", grid.columns, groups), static_cast<uint8_t*>(packed.data_ptr()),
+            num_threads());
+}
+
+void unpack_quantised_columns_op(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
+                                 int64_t bits, bool has_offsets, const Tensor& ids, const Tensor& out) {
+  const int64_t* data = checked_ids(ids, columns, out);
+  const QuantisedWeight weight = quantised_of(packed, scales, columns, out.size(1), bits, has_offsets, {});
+  unpack_quantised_columns(weight, data, ids.size(0), static_cast<float*>(out.data_ptr()), num_threads());
 }
 
 Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_tables, int64_t num_tokens,
@@ -221,10 +280,17 @@ void largest_of_rows_op(const Tensor& logits, const Tensor& ids, const Tensor& v
 
 MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
-      "linear(Tensor x, Tensor packed, Tensor? scales, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
+      "linear(Tensor x, Tensor packed, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
       "Tensor(a!) out) -> ()");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
-  library.def("unpack_columns(Tensor packed, Tensor? scales, int columns, Tensor ids, Tensor(a!) out) -> ()");
+  library.def("unpack_columns(Tensor packed, int columns, Tensor ids, Tensor(a!) out) -> ()");
+  library.def(
+      "linear_quantised(Tensor x, Tensor packed, Tensor? scales, int columns, int bits, bool has_offsets, "
+      "int num_digits, Tensor? bias, Tensor? norm, float eps, str epilogue, Tensor(a!) out) -> ()");
+  library.def("pack_grid(Tensor codes, Tensor? scales, Tensor? offsets, int bits, Tensor(a!) packed) -> ()");
+  library.def(
+      "unpack_quantised_columns(Tensor packed, Tensor? scales, int columns, int bits, bool has_offsets, Tensor ids, "
+      "Tensor(a!) out) -> ()");
   library.def(
       "attention(Tensor(a!) qkv, int num_kv_heads, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float eps, "
       "float scale, float soft_cap, int window, Tensor(b!) cache, Tensor query_start, Tensor seq_lens, "
@@ -236,6 +302,9 @@ MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear_op));
   library.impl("pack", TORCH_BOX(&pack_op));
   library.impl("unpack_columns", TORCH_BOX(&unpack_columns_op));
+  library.impl("linear_quantised", TORCH_BOX(&linear_quantised_op));
+  library.impl("pack_grid", TORCH_BOX(&pack_grid_op));
+  library.impl("unpack_quantised_columns", TORCH_BOX(&unpack_quantised_columns_op));
   library.impl("attention", TORCH_BOX(&attention_op));
   library.impl("largest_of_rows", TORCH_BOX(&largest_of_rows_op));
 }

@@ -22,9 +22,6 @@ constexpr int kChunkSize = kChunk * kChunk;
 inline int chunk_offset(const bf16*, int k, int column) {
   return (column / 16) * (kChunkSize / 2) + (k / 2) * 32 + (column % 16) * 2 + k % 2;
 }
-inline int chunk_offset(const int8_t*, int k, int column) {  // quantised weights are made bf16 before use
-  return chunk_offset(static_cast<const bf16*>(nullptr), k, column);
-}
 inline int chunk_offset(const float*, int k, int column) { return k * kChunk + column; }
 
 // Into the second-level cache. Harmless where there is no such address.
@@ -44,6 +41,12 @@ struct Fetch {
   }
 };
 
+// How far ahead of their use weights are fetched while a few rows are multiplied. Many rows fetch the next panel.
+constexpr int64_t kFetchedAhead = 2048;
+
+// Rows that are multiplied by a panel one after the other: as many as stay in the second-level cache beside it.
+constexpr int64_t kBlockRows = 256;
+
 // Nothing.
 constexpr Fetch kNoFetch{0, 0, 0};
 
@@ -52,11 +55,11 @@ constexpr int kChunkLines = kChunkSize * sizeof(E) / 64;
 
 #if defined(__AMX_BF16__)
 
-// The processor's tile registers, set up for products of up to `rows` rows; given back at the end of the scope.
-// Must live on the thread that multiplies.
+// The processor's tile registers, set up for products of `rows` rows of `bytes` each: 64, or 32 where a product has only
+// 32 k of one byte. Given back at the end of the scope. Must live on the thread that multiplies.
 class TileRegisters {
  public:
-  explicit TileRegisters(int rows) { resize(rows); }
+  explicit TileRegisters(int rows, int bytes = 64) : bytes_(bytes) { resize(rows); }
   ~TileRegisters() { _tile_release(); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
@@ -69,16 +72,17 @@ class TileRegisters {
       uint16_t bytes_per_row[16] = {};
       uint8_t rows[16] = {};
     } config;
-    constexpr int first_right = 6;  // 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides
+    constexpr int first_left = 4, first_right = 6;  // 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides
     for (int tile = 0; tile < 8; tile++) {
-      config.bytes_per_row[tile] = 64;
-      config.rows[tile] = static_cast<uint8_t>(tile < first_right ? rows : 16);
+      const bool is_left = tile >= first_left && tile < first_right;
+      config.bytes_per_row[tile] = static_cast<uint16_t>(is_left ? bytes_ : 64);
+      config.rows[tile] = static_cast<uint8_t>(tile < first_right ? rows : bytes_ / 4);
     }
     _tile_loadconfig(&config);
   }
 
  private:
-  int rows_ = 0;
+  int bytes_, rows_ = 0;
 };
 
 // sums [rows][32], `stride` floats apart = sum over i of left[i] right(i), for i < num_chunks.
@@ -131,7 +135,7 @@ inline void multiply_two(const bf16* left, const bf16* left2, int num_chunks, Ri
 
 class TileRegisters {
  public:
-  explicit TileRegisters(int) {}
+  explicit TileRegisters(int, int = 64) {}
   void resize(int) {}
 };
 

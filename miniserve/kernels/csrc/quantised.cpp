@@ -1,0 +1,472 @@
+// y = norm(x) W^T + b as in linear.cpp, with W as small whole numbers, and x made whole numbers too.
+//
+// A row of x is its scale times digits: 128 x first + second, or the first alone. Two digits are 15 bits, no worse than
+// a bf16; the products are those of bytes, which processors do twice as fast as those of bf16, and exact. An element of W
+// is scale x (code - zero), or scale x code + offset: what does not depend on the code is taken from sums of the digits.
+//
+// Layout: panels of 32 columns, each a list of chunks. With whole rows, a chunk is the codes of 64 k, and the scales lie
+// elsewhere. In groups, a chunk is one group of 32 k: its codes, then 32 scales, then 32 offsets if there are any. Codes
+// of 4 bits share a byte: the first half of the columns its low bits, the second half its high ones.
+
+#include "digits.h"
+#include "panel.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace miniserve {
+namespace {
+
+constexpr int kGroup = 32;
+constexpr int kGroupCodes = kGroup * kChunk;
+constexpr int kHalvesBytes = kChunk * sizeof(uint16_t);  // scales, or offsets, of a chunk
+constexpr float kDigitBase = 128.0f;
+constexpr float kLargestDigit = 127.0f;
+
+int chunk_k(const Grid& grid) { return grid.whole_rows ? kDigitChunk : kGroup; }
+
+int64_t codes_bytes(const Grid& grid) { return static_cast<int64_t>(chunk_k(grid)) * kChunk * grid.bits / 8; }
+
+int64_t chunk_bytes(const Grid& grid) {
+  return codes_bytes(grid) + (grid.whole_rows ? 0 : kHalvesBytes) + (grid.has_offsets ? kHalvesBytes : 0);
+}
+
+int64_t num_chunks(const Grid& grid) { return round_up(grid.size, chunk_k(grid)) / chunk_k(grid); }
+
+int zero_of(const Grid& grid) { return grid.bits == 8 ? 128 : 8; }
+
+// Where the code of (k, column) of a chunk lies, were it a byte.
+int code_offset(const Grid& grid, int k, int column) {
+  const int half = chunk_k(grid) * kHalf;
+  return column / kHalf * half + k / 4 * 64 + column % kHalf * 4 + k % 4;
+}
+
+// An IEEE half.
+float half_to_float(uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#else
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                   : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  return bits & 0x8000 ? -size : size;
+#endif
+}
+
+// Sixteen of them.
+Vec load_halves(const uint8_t* halves) {
+#if defined(__AVX512F__)
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)))};
+#else
+  uint16_t bits[kLanes];
+  float values[kLanes];
+  std::memcpy(bits, halves, sizeof bits);
+  for (int i = 0; i < kLanes; i++) values[i] = half_to_float(bits[i]);
+  return load(values);
+#endif
+}
+
+// The scales and offsets of a chunk.
+struct GroupScales {
+  Vec low, high, low_offsets, high_offsets;
+
+  GroupScales(const Grid& grid, const uint8_t* chunk) {
+    const uint8_t* scales = chunk + codes_bytes(grid);
+    low = load_halves(scales);
+    high = load_halves(scales + kHalvesBytes / 2);
+    if (!grid.has_offsets) return;
+    low_offsets = load_halves(scales + kHalvesBytes);
+    high_offsets = load_halves(scales + kHalvesBytes * 3 / 2);
+  }
+};
+
+#if defined(__AMX_INT8__)
+// 1024 codes of 4 bits, a byte each.
+void unpack_codes(const uint8_t* packed, uint8_t* codes) {
+  for (int i = 0; i < kGroupCodes / 2; i += 64) {
+    CodeVec low, high;
+    load_short_codes(packed + i, low, high);
+    store(codes + i, low);
+    store(codes + kGroupCodes / 2 + i, high);
+  }
+}
+#endif
+
+// The rows of x as digits. Row m is rows m D to m D + D - 1 of the digit tiles, its first digits first.
+template <int D>
+class DigitRows {
+ public:
+  DigitRows(int64_t num_rows, const Grid& grid, Scratch& digits, Scratch& scales, Scratch& sums)
+      : padded_(round_up(grid.size, kDigitChunk)), num_sums_(grid.whole_rows ? D : num_chunks(grid)) {
+    const int64_t laid_out = round_up(num_rows * D, kTileRows) / D;
+    tiles_ = digits.get<int8_t>(laid_out * D * padded_);
+    scales_ = scales.get<float>(laid_out);
+    sums_ = sums.get<int32_t>(laid_out * num_sums_);
+  }
+
+  int64_t padded() const { return padded_; }
+
+  // Row m, of floats, which are overwritten.
+  void set(int64_t m, float* row, const Grid& grid) {
+    Vec largest_size = zeros(), not_finite = zeros();
+    for (int64_t k = 0; k < padded_; k += kLanes) {
+      const Vec x = load(row + k);
+      largest_size = max(largest_size, max(x, zeros() - x));
+      not_finite = fma(x, zeros(), not_finite);
+    }
+    constexpr float steps = D == 1 ? kLargestDigit : kLargestDigit * kDigitBase;
+    const float size = largest(largest_size);
+    const bool is_finite = sum(not_finite) == 0.0f;
+    scales_[m] = is_finite ? size / steps : std::nanf("");
+    const float inverse = is_finite && size > 0.0f ? steps / size : 0.0f;
+    for (int64_t k = 0; k < padded_; k += kLanes) {
+      store(row + k, is_finite ? round(load(row + k) * broadcast(inverse)) : zeros());
+    }
+    split(m, row, grid);
+  }
+
+  const int8_t* tile(int64_t index) const { return tiles_ + index * kTileRows * padded_; }
+  float scale(int64_t m) const { return scales_[m]; }
+
+  // With whole rows, of each digit; else of each group, of the whole numbers.
+  const int32_t* sums(int64_t m) const { return sums_ + m * num_sums_; }
+
+ private:
+  void split(int64_t m, const float* row, const Grid& grid) {
+    const int64_t first = m * D;
+    int8_t* target = tiles_ + first / kTileRows * kTileRows * padded_ + first % kTileRows * kDigitChunk;
+    int32_t* sums = sums_ + m * num_sums_;
+    std::fill(sums, sums + num_sums_, 0);
+    for (int64_t k = 0; k < padded_; k += kGroup) {
+      int8_t* digits = target + k / kDigitChunk * kDigitTileSize + k % kDigitChunk;
+      int32_t total = 0, first_total = 0;
+      for (int i = 0; i < kGroup; i++) {
+        const auto whole = static_cast<int32_t>(row[k + i]);
+        total += whole;
+        if (D == 1) {
+          digits[i] = static_cast<int8_t>(whole);
+        } else {
+          const int32_t high = (whole + 64) >> 7;
+          first_total += high;
+          digits[i] = static_cast<int8_t>(high);
+          digits[kDigitChunk + i] = static_cast<int8_t>(whole - 128 * high);
+        }
+      }
+      if (!grid.whole_rows) {
+        if (k < num_sums_ * kGroup) sums[k / kGroup] = total;
+      } else if (D == 1) {
+        sums[0] += total;
+      } else {
+        sums[0] += first_total;
+        sums[1] += total - 128 * first_total;
+      }
+    }
+  }
+
+  int64_t padded_, num_sums_;
+  int8_t* tiles_;
+  float* scales_;
+  int32_t* sums_;
+};
+
+// Rows times one panel.
+template <class E, int D>
+class QuantisedPanelProduct {
+ public:
+  // `codes` has room for the codes of a panel, a byte each.
+  QuantisedPanelProduct(const DigitRows<D>& rows, const QuantisedWeight& weight, const Output& out, uint8_t* codes)
+      : rows_(rows),
+        weight_(weight),
+        grid_(weight.grid),
+        output_(weight.grid.columns, weight.bias, out),
+        num_chunks_(static_cast<int>(num_chunks(weight.grid))),
+        chunk_bytes_(chunk_bytes(weight.grid)),
+        codes_(codes) {}
+
+  // range.begin is a multiple of a tile's rows.
+  void run(Range range, int64_t panel) const {
+    const uint8_t* data = weight_.data + panel * num_chunks_ * chunk_bytes_;
+    for (int64_t m = range.begin; m < range.end; m += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, range.end - m);
+      const bool is_first = m == range.begin;
+      const int64_t ahead = is_first ? (range.end - m > 2 * kTileRows ? num_chunks_ * chunk_bytes_ : kFetchedAhead) : 0;
+      alignas(64) float sums[kRows * kChunk];
+      if (grid_.whole_rows) {
+        multiply_whole_rows(data, m, count, panel, ahead, sums);
+      } else {
+        multiply_groups(data, m, count, ahead, sums);
+      }
+      for (int64_t r = 0; r < count; r++) {
+        const Vec scale = broadcast(rows_.scale(m + r));
+        for (int i = 0; i < kChunk; i += kLanes) store(sums + r * kChunk + i, load(sums + r * kChunk + i) * scale);
+      }
+      output_.write(sums, m, count, panel);
+    }
+  }
+
+ private:
+  static constexpr int kRows = kTileRows / D;  // of a digit tile
+
+  void multiply_whole_rows(const uint8_t* data, int64_t m, int64_t count, int64_t panel, int64_t ahead,
+                           float* sums) const {
+    alignas(64) int32_t products[kTileRows * kChunk];
+    const auto codes = [&](int i) {
+      const uint8_t* chunk = data + i * chunk_bytes_;
+      fetch(chunk, ahead);
+      return chunk;
+    };
+    multiply_digits(rows_.tile(m / kRows), static_cast<int>(count) * D, num_chunks_, codes, products);
+    const float* scales = weight_.scales + panel * kChunk;
+    for (int64_t r = 0; r < count; r++) {
+      const int32_t* of_row = products + r * D * kChunk;
+      const int32_t* digit_sums = rows_.sums(m + r);
+      const int32_t base = 128 * digit_sums[0], second_base = D == 1 ? 0 : 128 * digit_sums[1];
+      for (int c = 0; c < kChunk; c++) {
+        float whole = static_cast<float>(of_row[c] - base);
+        if (D == 2) whole = whole * kDigitBase + static_cast<float>(of_row[kChunk + c] - second_base);
+        sums[r * kChunk + c] = whole * scales[c];
+      }
+    }
+  }
+
+  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+    if (grid_.bits == 4) {
+      multiply_groups<4>(data, m, count, ahead, sums);
+    } else {
+      multiply_groups<8>(data, m, count, ahead, sums);
+    }
+  }
+
+  template <int bits>
+  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+#if defined(__AMX_INT8__)
+    if (count > kMostVectorRows) return multiply_groups_in_tiles<bits>(data, m, count, ahead, sums);
+#endif
+    for (int64_t r = 0; r < count;) {
+      float* target = sums + r * kChunk;
+      if (count - r >= 4) {
+        multiply_group_rows<bits, 4>(data, m + r, ahead, target);
+        r += 4;
+      } else if (count - r >= 2) {
+        multiply_group_rows<bits, 2>(data, m + r, ahead, target);
+        r += 2;
+      } else {
+        multiply_group_rows<bits, 1>(data, m + r, ahead, target);
+        r += 1;
+      }
+      ahead = 0;
+    }
+  }
+
+  // sums [R][32] of rows m to m + R, all in registers.
+  template <int bits, int R>
+  void multiply_group_rows(const uint8_t* data, int64_t m, int64_t ahead, float* sums) const {
+    Vec low[R], high[R];
+    for (int r = 0; r < R; r++) low[r] = high[r] = zeros();
+    const int8_t* left = rows_.tile(m / kRows) + m % kRows * D * kDigitChunk;
+    for (int group = 0; group < num_chunks_; group++) {
+      const uint8_t* chunk = data + group * chunk_bytes_;
+      fetch(chunk, ahead);
+      IntVec low_products[R * D], high_products[R * D];
+      for (int i = 0; i < R * D; i++) low_products[i] = high_products[i] = no_ints();
+      const int8_t* digits = left + group / 2 * kDigitTileSize + group % 2 * kGroup;
+      for (int quad = 0; quad < kGroupQuads; quad++) {
+        CodeVec first, second;
+        if (bits == 4) {
+          load_short_codes(chunk + quad * 64, first, second);
+        } else {
+          first = load_codes(chunk + quad * 64);
+          second = load_codes(chunk + (kGroupQuads + quad) * 64);
+        }
+        for (int i = 0; i < R * D; i++) {
+          low_products[i] = add_quad(low_products[i], first, digits + i * kDigitChunk + quad * 4);
+          high_products[i] = add_quad(high_products[i], second, digits + i * kDigitChunk + quad * 4);
+        }
+      }
+      const GroupScales scales(grid_, chunk);
+      for (int r = 0; r < R; r++) {
+        const int32_t digit_sum = rows_.sums(m + r)[group];
+        add_group(&low_products[r * D], digit_sum, scales.low, scales.low_offsets, low[r]);
+        add_group(&high_products[r * D], digit_sum, scales.high, scales.high_offsets, high[r]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      store(sums + r * kChunk, low[r]);
+      store(sums + r * kChunk + kHalf, high[r]);
+    }
+  }
+
+  // sum += one group's part of 16 columns of a row: its digits' products [D] times scales, its digits times offsets.
+  void add_group(const IntVec* products, int32_t digit_sum, Vec scales, Vec offsets, Vec& sum) const {
+    IntVec whole = D == 1 ? products[0] : join_digits(products[0], products[D - 1]);
+    if (!grid_.has_offsets) whole = minus(whole, zero_of(grid_) * digit_sum);
+    sum = fma(scales, to_floats(whole), sum);
+    if (grid_.has_offsets) sum = fma(offsets, broadcast(static_cast<float>(digit_sum)), sum);
+  }
+
+#if defined(__AMX_INT8__)
+  static constexpr int kMostVectorRows = 4;  // beyond, tiles are faster
+
+  // The same for up to a tile of rows. The codes of a panel are unpacked once for all of them.
+  template <int bits>
+  void multiply_groups_in_tiles(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+    alignas(64) int32_t products[2][kTileRows * kChunk];
+    std::fill(sums, sums + count * kChunk, 0.0f);
+    for (int group = 0; group < num_chunks_; group++) {
+      const uint8_t* chunk = data + group * chunk_bytes_;
+      fetch(chunk, ahead);
+      const uint8_t* codes = chunk;
+      if (bits == 4) {
+        uint8_t* unpacked = codes_ + group * kGroupCodes;
+        if (ahead != 0) unpack_codes(chunk, unpacked);
+        codes = unpacked;
+      }
+      const int8_t* left = rows_.tile(m / kRows) + group / 2 * kDigitTileSize + group % 2 * kGroup;
+      multiply_digit_group(left, codes, products[group % 2]);
+      // The products of the group before are back in memory by now.
+      if (group > 0) add_groups<bits>(data, group - 1, m, count, products[(group - 1) % 2], sums);
+    }
+    add_groups<bits>(data, num_chunks_ - 1, m, count, products[(num_chunks_ - 1) % 2], sums);
+  }
+
+  template <int bits>
+  void add_groups(const uint8_t* data, int group, int64_t m, int64_t count, const int32_t* products, float* sums) const {
+    const GroupScales scales(grid_, data + group * chunk_bytes_);
+    for (int64_t r = 0; r < count; r++) {
+      IntVec low[D], high[D];
+      for (int d = 0; d < D; d++) {
+        low[d] = load_ints(products + (r * D + d) * kChunk);
+        high[d] = load_ints(products + (r * D + d) * kChunk + kHalf);
+      }
+      const int32_t digit_sum = rows_.sums(m + r)[group];
+      Vec low_sum = load(sums + r * kChunk), high_sum = load(sums + r * kChunk + kHalf);
+      add_group(low, digit_sum, scales.low, scales.low_offsets, low_sum);
+      add_group(high, digit_sum, scales.high, scales.high_offsets, high_sum);
+      store(sums + r * kChunk, low_sum);
+      store(sums + r * kChunk + kHalf, high_sum);
+    }
+  }
+#endif
+
+  void fetch(const uint8_t* chunk, int64_t ahead) const {
+    if (ahead == 0) return;
+    for (int64_t byte = 0; byte < chunk_bytes_; byte += 64) prefetch(chunk + ahead + byte);
+  }
+
+  const DigitRows<D>& rows_;
+  const QuantisedWeight& weight_;
+  const Grid& grid_;
+  PanelOutput<E> output_;
+  int num_chunks_;
+  int64_t chunk_bytes_;
+  uint8_t* codes_;
+};
+
+template <class E, int D>
+void multiply(const Rows& rows, const QuantisedWeight& weight, const Output& out, int num_threads) {
+  static thread_local Scratch digit_memory, scale_memory, sum_memory, row_memory, code_memory;
+  const Grid& grid = weight.grid;
+  constexpr int tile_rows = kTileRows / D;
+  DigitRows<D> digits(rows.count, grid, digit_memory, scale_memory, sum_memory);
+  const int64_t padded = digits.padded(), num_panels = round_up(grid.columns, kChunk) / kChunk;
+  // A single tile may be shorter; of several, the last one is filled up with zeros.
+  const int64_t laid_out = rows.count <= tile_rows ? rows.count : round_up(rows.count, tile_rows);
+  float* row = row_memory.get<float>(num_threads * padded);
+  uint8_t* codes = code_memory.get<uint8_t>(num_threads * kChunk * padded);
+  Shares panels((rows.count + kBlockRows - 1) / kBlockRows * num_panels, num_threads);
+  parallel(num_threads, [&](int thread, int threads) {
+    const Range own = share(laid_out, thread, threads);
+    for (int64_t m = own.begin; m < own.end; m++) {
+      read_row<E>(rows, m, padded, row + thread * padded);
+      digits.set(m, row + thread * padded, grid);
+    }
+    TileRegisters registers(static_cast<int>(std::min<int64_t>(rows.count, tile_rows)) * D, chunk_k(grid));
+    const QuantisedPanelProduct<E, D> product(digits, weight, out, codes + thread * kChunk * padded);
+    barrier();
+    for (int64_t i = panels.next(thread); i >= 0; i = panels.next(thread)) {
+      const int64_t first = i / num_panels * kBlockRows;
+      product.run({first, std::min(first + kBlockRows, rows.count)}, i % num_panels);
+    }
+  });
+}
+
+}  // namespace
+
+int64_t grid_bytes(const Grid& grid) {
+  return round_up(grid.columns, kChunk) / kChunk * num_chunks(grid) * chunk_bytes(grid);
+}
+
+template <class E>
+void linear_quantised(const Rows& rows, const QuantisedWeight& weight, int num_digits, const Output& out,
+                      int num_threads) {
+  if (rows.count == 0) return;
+  if (num_digits == 1) {
+    multiply<E, 1>(rows, weight, out, num_threads);
+  } else {
+    multiply<E, 2>(rows, weight, out, num_threads);
+  }
+}
+
+void pack_grid(const Grid& grid, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, uint8_t* packed,
+               int num_threads) {
+  const int64_t chunks = num_chunks(grid), bytes = chunk_bytes(grid);
+  const int k_size = chunk_k(grid);
+  parallel(num_threads, [&](int thread, int threads) {
+    const Range own = share(round_up(grid.columns, kChunk) / kChunk, thread, threads);
+    for (int64_t i = own.begin * chunks; i < own.end * chunks; i++) {
+      const int64_t first_column = i / chunks * kChunk, first_k = i % chunks * k_size;
+      uint8_t* chunk = packed + i * bytes;
+      std::fill(chunk, chunk + bytes, 0);
+      for (int column = 0; column < std::min<int64_t>(kChunk, grid.columns - first_column); column++) {
+        const uint8_t* row = codes + (first_column + column) * grid.size + first_k;
+        for (int k = 0; k < std::min<int64_t>(k_size, grid.size - first_k); k++) {
+          const int place = code_offset(grid, k, column);
+          if (grid.bits == 8) {
+            chunk[place] = row[k];
+          } else {
+            chunk[place % (kGroupCodes / 2)] |= static_cast<uint8_t>(row[k] << place / (kGroupCodes / 2) * 4);
+          }
+        }
+        if (grid.whole_rows) continue;
+        const int64_t group = (first_column + column) * chunks + i % chunks;
+        uint8_t* scale = chunk + codes_bytes(grid) + column * sizeof(uint16_t);
+        std::memcpy(scale, scales + group, sizeof(uint16_t));
+        if (grid.has_offsets) std::memcpy(scale + kHalvesBytes, offsets + group, sizeof(uint16_t));
+      }
+    }
+  });
+}
+
+void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float* out,
+                              int num_threads) {
+  const Grid& grid = weight.grid;
+  const int64_t chunks = num_chunks(grid), bytes = chunk_bytes(grid);
+  const int k_size = chunk_k(grid);
+  parallel(num_threads, [&](int thread, int threads) {
+    const Range own = share(num_ids, thread, threads);
+    for (int64_t i = own.begin; i < own.end; i++) {
+      const int column = static_cast<int>(ids[i] % kChunk);
+      for (int64_t k = 0; k < grid.size; k++) {
+        const uint8_t* chunk = weight.data + (ids[i] / kChunk * chunks + k / k_size) * bytes;
+        const int place = code_offset(grid, static_cast<int>(k % k_size), column);
+        const int code =
+            grid.bits == 8 ? chunk[place] : chunk[place % (kGroupCodes / 2)] >> place / (kGroupCodes / 2) * 4 & 15;
+        uint16_t halves[2] = {};
+        float scale = weight.scales ? weight.scales[ids[i]] : 0.0f;
+        if (!grid.whole_rows) {
+          const uint8_t* at = chunk + codes_bytes(grid) + column * sizeof(uint16_t);
+          std::memcpy(&halves[0], at, sizeof(uint16_t));
+          if (grid.has_offsets) std::memcpy(&halves[1], at + kHalvesBytes, sizeof(uint16_t));
+          scale = half_to_float(halves[0]);
+        }
+        out[i * grid.size + k] = grid.has_offsets
+                                     ? scale * static_cast<float>(code) + half_to_float(halves[1])
+                                     : scale * static_cast<float>(code - zero_of(grid));
+      }
+    }
+  });
+}
+
+template void linear_quantised<bf16>(const Rows&, const QuantisedWeight&, int, const Output&, int);
+template void linear_quantised<float>(const Rows&, const QuantisedWeight&, int, const Output&, int);
+
+}  // namespace miniserve
