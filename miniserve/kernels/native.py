@@ -8,7 +8,9 @@ threads. A result never depends on what else is computed in the same call.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,11 @@ def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: i
     return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * _round_up(head_dim))
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that begin with a cache line, in huge pages where the system has them; memory is taken as it is written."""
+    return _huge_pages(prod(shape), dtype).view(shape)
+
+
 def _interleave(rows: Tensor) -> Tensor:
     """Groups of 16 rows of the first and the second half of `rows`, in turn; padded with zeros to whole groups."""
     half = CHUNK // 2
@@ -232,11 +239,13 @@ def _round_up(size: int, multiple: int = CHUNK) -> int:
 def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     """[num_elements] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
     num_bytes = num_elements * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
     length = _round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE_BYTES
     return whole[start : start + num_bytes].view(dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
+from miniserve.kernels.native import zeros
 from miniserve.models.config import ModelConfig
 
 
@@ -30,8 +30,5 @@ def kv_bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_siz
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take RAM only once written: the operating system hands out zeroed pages on first touch."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    """On a CPU, zeros that take RAM only once written: the operating system hands out zeroed pages on first touch."""
+    return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

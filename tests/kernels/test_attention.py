@@ -171,6 +171,26 @@ def test_the_same_whole_or_in_chunks_alone_or_together(
             assert torch.equal(one, alone), (threads, size)
 
 
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"num_heads": 6, "head_dim": 80}], ids=str)
+def test_threads_share_the_keys_of_a_few_long_requests(
+    kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """A decode of one request, split by its keys, is bit for bit that of one thread, and of many requests."""
+    requests = make_requests([1100, 40, 520, 1000, 90], dtype=dtype, **options)
+    decodes: list[Span] = [(request, len(heads) - 1, len(heads)) for request, heads in enumerate(requests.heads)]
+    pool = Pool(kernels, requests)
+    pool.attend(*((request, 0, start) for request, start, _ in decodes))
+    torch.set_num_threads(1)
+    expected = pool.attend(*decodes)
+    assert_close(expected[0], requests.expected(0)[-1:])
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for few in (decodes[:1], decodes[:2], decodes[1:4], decodes):
+            for span, output in zip(few, pool.attend(*few), strict=True):
+                assert torch.equal(output, expected[span[0]]), (threads, few)
+
+
 def test_token_by_token(kernels: NativeKernels, dtype: torch.dtype) -> None:
     requests = make_requests([70, 41], dtype=dtype)
     for one, alone in zip(in_chunks(kernels, requests, 1), whole(kernels, requests), strict=True):

@@ -41,6 +41,12 @@ def test_bytes_per_block(backend: type[AttentionBackend], dtype: torch.dtype) ->
     assert 3 * kv_bytes_per_block(CONFIG, asked, 32) == sum(cache.key_values.nbytes for cache in caches)
 
 
+def test_a_cpu_cache_begins_with_a_cache_line() -> None:
+    """Bug: every line of the cache that the kernels read was parts of two."""
+    for cache in allocate_kv_cache(CONFIG, SdpaBackend(1.0, torch.float32), num_blocks=99, block_size=64, device=CPU):
+        assert cache.key_values.data_ptr() % 64 == 0
+
+
 def test_layers_share_no_memory() -> None:
     caches = allocate_kv_cache(CONFIG, SdpaBackend(1.0, torch.float32), num_blocks=2, block_size=4, device=CPU)
     caches[0].key_values.fill_(1.0)

@@ -6,6 +6,7 @@
 // which begin at multiples of 256 (Dao et al., 2022): where a query stands in its step does not change its result.
 
 #include <atomic>
+#include <vector>
 
 #include "kernels.h"
 #include "threads.h"
@@ -108,41 +109,108 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>&
 struct Item {
   int64_t request, kv_head, first_row;
   int num_rows;
+  Range spans;  // of keys that any of the rows sees
 };
 
-// The work of a step as a list, long prompts' last rows first: they see the most keys.
-class Items {
+// The work of a step, long prompts' last rows first: they see the most keys.
+std::vector<Item> items_of(const Heads& heads, const Step& step) {
+  const int64_t group = heads.num_heads / heads.num_kv_heads;
+  std::vector<Item> items;
+  for (int64_t request = 0; request < step.num_requests; request++) {
+    const int64_t num_new = step.query_start[request + 1] - step.query_start[request];
+    const int64_t context = step.seq_lens[request] - num_new, num_rows = num_new * group;
+    for (int64_t row = (num_rows - 1) / kTileRows * kTileRows; num_new > 0 && row >= 0; row -= kTileRows) {
+      const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
+      const int64_t last_key = context + (row + count - 1) / group;
+      const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
+      for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
+        items.push_back({request, kv_head, row, count, {first_key / kSpan, last_key / kSpan + 1}});
+      }
+    }
+  }
+  return items;
+}
+
+// What a thread takes at a time: some spans of an item.
+struct Unit {
+  int64_t item;
+  Range spans;
+};
+
+// Whole items; or, where a few long ones would leave threads without work, spans. Then the spans' parts are kept apart
+// until all are there, and added in their order: the same numbers.
+class Units {
  public:
-  Items(const Heads& heads, const Step& step) : heads_(heads), step_(step), group_(heads.num_heads / heads.num_kv_heads) {
-    for (int64_t request = 0; request < step.num_requests; request++) count_ += row_tiles(request) * heads.num_kv_heads;
+  Units(const std::vector<Item>& items, int num_threads) {
+    int64_t longest = 0, total = 0;
+    for (const Item& item : items) {
+      longest = std::max(longest, item.spans.end - item.spans.begin);
+      total += item.spans.end - item.spans.begin;
+    }
+    are_spans_ = longest > 1 && num_threads > 1 && longest * num_threads * kFewShares > total;
+    units_.reserve(are_spans_ ? total : items.size());
+    for (size_t i = 0; i < items.size(); i++) {
+      const Range spans = items[i].spans;
+      first_.push_back(static_cast<int64_t>(units_.size()));
+      const int64_t size = are_spans_ ? 1 : spans.end - spans.begin;
+      for (int64_t span = spans.begin; span < spans.end; span += size) {
+        units_.push_back({static_cast<int64_t>(i), {span, span + size}});
+      }
+    }
   }
 
-  int64_t count() const { return count_; }
-
-  Item operator[](int64_t index) const {
-    int64_t request = 0;
-    while (index >= row_tiles(request) * heads_.num_kv_heads) index -= row_tiles(request++) * heads_.num_kv_heads;
-    const int64_t first_row = (row_tiles(request) - 1 - index / heads_.num_kv_heads) * kTileRows;
-    const int64_t left = num_rows(request) - first_row;
-    return {request, index % heads_.num_kv_heads, first_row, static_cast<int>(std::min<int64_t>(kTileRows, left))};
-  }
+  bool are_spans() const { return are_spans_; }
+  int64_t count() const { return static_cast<int64_t>(units_.size()); }
+  const Unit& operator[](int64_t i) const { return units_[i]; }
+  int64_t first_of(int64_t item) const { return first_[item]; }
 
  private:
-  int64_t num_rows(int64_t request) const {
-    return (step_.query_start[request + 1] - step_.query_start[request]) * group_;
-  }
-  int64_t row_tiles(int64_t request) const { return round_up(num_rows(request), kTileRows) / kTileRows; }
+  // Items are split unless the longest is at most a quarter of a thread's share: nobody waits longer for the last one.
+  static constexpr int64_t kFewShares = 4;
 
-  const Heads& heads_;
-  const Step& step_;
-  int64_t group_, count_ = 0;
+  bool are_spans_ = false;
+  std::vector<Unit> units_;
+  std::vector<int64_t> first_;
 };
 
-// Attention of one item. Owns the memory for it; one a thread.
+// What the keys of some spans give up to 16 rows: an online softmax before its last division (Milakov and Gimelshein,
+// 2018). A view of someone's memory.
+struct Part {
+  float *largest, *total;  // [16], the largest score and the sum of probabilities relative to it
+  float* sums;             // [panels of 32 dimensions][16][32], probabilities x values
+
+  explicit Part(float* memory) : largest(memory), total(memory + kTileRows), sums(memory + 2 * kTileRows) {}
+
+  static constexpr int64_t size(int num_panels) { return 2 * kTileRows + num_panels * kRowTileSize; }
+
+  void clear(int num_panels) {
+    std::fill(largest, largest + kTileRows, kLowest);
+    std::fill(total, total + kTileRows, 0.0f);
+    std::fill(sums, sums + num_panels * kRowTileSize, 0.0f);
+  }
+
+  // Adds the part of the keys behind. In this order always, since a sum depends on it.
+  void add(const Part& next, int num_rows, int num_panels) {
+    for (int row = 0; row < num_rows; row++) {
+      const float most = std::max(largest[row], next.largest[row]);
+      const float own = std::exp2(largest[row] - most), other = std::exp2(next.largest[row] - most);
+      largest[row] = most;
+      total[row] = total[row] * own + next.total[row] * other;
+      for (int panel = 0; panel < num_panels; panel++) {
+        const int first = panel * kRowTileSize + row * kChunk;
+        for (int i = first; i < first + kChunk; i += kLanes) {
+          store(sums + i, fma(load(sums + i), broadcast(own), load(next.sums + i) * broadcast(other)));
+        }
+      }
+    }
+  }
+};
+
+// Attention of a thread's units. Owns the memory for it.
 template <class E>
-class ItemAttention {
+class UnitAttention {
  public:
-  ItemAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, E* out)
+  UnitAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, E* out)
       : qkv_(qkv),
         heads_(heads),
         step_(step),
@@ -151,66 +219,94 @@ class ItemAttention {
         group_(heads.num_heads / heads.num_kv_heads),
         panels_(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk)) {}
 
-  void run(const Item& item) {
+  // A whole item. Meanwhile fetches the first keys of `next`, if there is one.
+  void run(const Item& item, const Item* next) {
     begin(item);
-    for (int64_t key = first_key_ / kSpan * kSpan; key < last_key_; key += kSpan) {
-      const int tiles = static_cast<int>(std::min<int64_t>(kSpanTiles, (last_key_ - key + kChunk - 1) / kChunk));
-      score(key, tiles);
-      for (int row = 0; row < item.num_rows; row++) softmax(row, key, tiles);
-      add_values(key, tiles);
+    Part whole(whole_), part(part_);
+    whole.clear(panels_);
+    for (int64_t span = item.spans.begin; span < item.spans.end; span++) {
+      const bool is_last = span + 1 == item.spans.end;
+      attend(span, part, is_last ? next : &item, is_last && next ? next->spans.begin : span + 1);
+      whole.add(part, item.num_rows, panels_);
     }
-    finish();
+    finish(item, whole);
+  }
+
+  // One span of an item.
+  void run(const Item& item, int64_t span, Part& part, const Item* next, int64_t next_span) {
+    begin(item);
+    attend(span, part, next, next_span);
+  }
+
+  // Adds the parts of an item's spans, the first of which is `parts`; they lie next to each other.
+  void add_up(const Item& item, float* parts) {
+    Part whole(whole_);
+    whole.clear(panels_);
+    for (int64_t i = 0; i < item.spans.end - item.spans.begin; i++) {
+      whole.add(Part(parts + i * Part::size(panels_)), item.num_rows, panels_);
+    }
+    finish(item, whole);
   }
 
  private:
   void begin(const Item& item) {
     item_ = item;
-    table_ = step_.block_tables + item.request * step_.max_blocks;
-    first_token_ = step_.query_start[item.request];
-    const int64_t num_new = step_.query_start[item.request + 1] - first_token_;
     const int64_t seq_len = step_.seq_lens[item.request];
-    last_key_ = 0;
-    first_key_ = seq_len;
+    const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
     std::fill(&queries_[0][0], &queries_[0][0] + panels_ * kRowTileSize, E{});
+    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
     for (int row = 0; row < item.num_rows; row++) {
-      const int64_t token = (item.first_row + row) / group_;
-      end_[row] = seq_len - num_new + token + 1;
+      end_[row] = seq_len - num_new + (item.first_row + row) / group_ + 1;
       begin_[row] = heads_.window > 0 ? std::max<int64_t>(0, end_[row] - heads_.window) : 0;
-      last_key_ = std::max(last_key_, end_[row]);
-      first_key_ = std::min(first_key_, begin_[row]);
-      largest_[row] = kLowest;
-      total_[row] = 0.0f;
-      const E* query = query_of(row);
+      const E* query = qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim;
       for (int64_t d = 0; d < heads_.head_dim; d++) queries_[d / kChunk][row * kChunk + d % kChunk] = query[d];
     }
-    std::fill(&sums_[0][0], &sums_[0][0] + panels_ * kRowTileSize, 0.0f);
   }
 
-  const E* query_of(int row) const {
-    const int64_t token = first_token_ + (item_.first_row + row) / group_;
-    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
-    return qkv_ + token * token_size + head_of(row) * heads_.head_dim;
+  int64_t token_of(const Item& item, int row) const {
+    return step_.query_start[item.request] + (item.first_row + row) / group_;
+  }
+  int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
+
+  // The 32-key tiles of a span, and how many there are.
+  int tiles_of(const Item& item, int64_t span, CacheTile<E>* tiles) const {
+    const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
+    const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
+    const int64_t end = step_.seq_lens[item.request] - num_new + (item.first_row + item.num_rows - 1) / group_ + 1;
+    const int count = static_cast<int>(std::min<int64_t>(kSpanTiles, (end - span * kSpan + kChunk - 1) / kChunk));
+    for (int t = 0; t < count; t++) tiles[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
+    return count;
   }
 
-  int64_t head_of(int row) const { return item_.kv_head * group_ + (item_.first_row + row) % group_; }
+  // The part of one span. Values are fetched while keys are multiplied, and the next span's keys while values are.
+  void attend(int64_t span, Part& part, const Item* next, int64_t next_span) {
+    CacheTile<E> tiles[kSpanTiles], next_tiles[kSpanTiles];
+    const int count = tiles_of(item_, span, tiles);
+    const int next_count = next ? tiles_of(*next, next_span, next_tiles) : 0;
+    score(tiles, count);
+    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, count, part);
+    add_values(tiles, count, next_tiles, next_count, part);
+  }
 
-  // scores_ = queries x keys, from key `first` on.
-  void score(int64_t first, int tiles) {
-    const int64_t bytes = cache_tile_size(heads_.head_dim) * static_cast<int64_t>(sizeof(E));
-    for (int t = 0; t < tiles; t++) {
-      const CacheTile<E> tile = cache_.tile(table_, first + t * kChunk, item_.kv_head);
-      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(reinterpret_cast<const char*>(tile.values) + byte);
-      if (t + 1 < tiles) {
-        const CacheTile<E> next = cache_.tile(table_, first + (t + 1) * kChunk, item_.kv_head);
-        for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(reinterpret_cast<const char*>(next.keys) + byte);
-      }
-      const auto chunk_at = [&](int i) { return tile.keys + i * kChunkSize; };
+  // The share of a tile's keys or values that belongs to one of the panels.
+  void fetch_panel(const E* tile, int panel) const {
+    const char* start = reinterpret_cast<const char*>(tile + panel * kChunkSize);
+    for (int line = 0; line < kChunkLines<E>; line++) prefetch(start + line * 64);
+  }
+
+  // scores_ = queries x keys.
+  void score(const CacheTile<E>* tiles, int count) {
+    for (int t = 0; t < count; t++) {
+      const auto chunk_at = [&](int panel) {
+        fetch_panel(tiles[t].values, panel);
+        return tiles[t].keys + panel * kChunkSize;
+      };
       multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
     }
   }
 
-  // One step of the online softmax: scores_ of the row become probabilities, what is summed so far is scaled to them.
-  void softmax(int row, int64_t first, int tiles) {
+  // The row's scores_ of keys from `first` on become probabilities, up to a factor that the part knows.
+  void softmax(int row, int64_t first, int tiles, Part& part) {
     float* scores = scores_[row];
     const int num_keys = tiles * kChunk;
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
@@ -219,60 +315,49 @@ class ItemAttention {
     for (int key = 0; key < num_keys; key += kLanes) {
       Vec x = load(scores + key) * broadcast(heads_.scale);
       if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
-      store(scores + key, x * broadcast(kLog2E));
-      hide(scores, key, begin, end, kLowest);
-      most = max(most, load(scores + key));
+      x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
+      store(scores + key, x);
+      most = max(most, x);
     }
-    const float before = largest_[row];
-    const float now = std::max(before, largest(most));
+    const float now = largest(most);
     Vec total = zeros();
     for (int key = 0; key < num_keys; key += kLanes) {
-      store(scores + key, exp2(max(broadcast(-126.0f), load(scores + key) - broadcast(now))));
-      hide(scores, key, begin, end, 0.0f);
-      const Vec p = load(scores + key);
+      Vec p = exp2(max(broadcast(-126.0f), load(scores + key) - broadcast(now)));
+      p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
       store(&probs_[key / kChunk][row * kChunk + key % kChunk], p);
     }
-    const float scale = std::exp2(before - now);
-    total_[row] = total_[row] * scale + sum(total);
-    largest_[row] = now;
-    if (scale != 1.0f) {
-      for (int panel = 0; panel < panels_; panel++) {
-        float* sums = &sums_[panel][row * kChunk];
-        store(sums, load(sums) * broadcast(scale));
-        store(sums + kLanes, load(sums + kLanes) * broadcast(scale));
-      }
-    }
+    part.largest[row] = now;
+    part.total[row] = sum(total);
   }
 
-  // Overwrites what the row must not see among the 16 keys from `key` on.
-  static void hide(float* scores, int key, int begin, int end, float value) {
-    if (key >= begin && key + kLanes <= end) return;
-    for (int i = key; i < key + kLanes; i++) {
-      if (i < begin || i >= end) scores[i] = value;
+  // x with `value` in the lanes before `begin` and from `end` on: keys that the row must not see.
+  static Vec hide(Vec x, int begin, int end, float value) {
+    if (begin <= 0 && end >= kLanes) return x;
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int i = 0; i < kLanes; i++) {
+      if (i < begin || i >= end) lanes[i] = value;
     }
+    return load(lanes);
   }
 
-  // sums_ += probabilities x values.
-  void add_values(int64_t first, int tiles) {
-    const E* values[kSpanTiles];
-    for (int t = 0; t < tiles; t++) values[t] = cache_.tile(table_, first + t * kChunk, item_.kv_head).values;
-    alignas(64) float products[kRowTileSize];
+  // The part's sums = probabilities x values.
+  void add_values(const CacheTile<E>* tiles, int count, const CacheTile<E>* next, int next_count, Part& part) {
     for (int panel = 0; panel < panels_; panel++) {
-      const auto chunk_at = [&](int i) { return values[i] + panel * kChunkSize; };
-      multiply(&probs_[0][0], item_.num_rows, tiles, chunk_at, kNoFetch, products, kChunk);
-      for (int i = 0; i < item_.num_rows * kChunk; i += kLanes) {
-        store(sums_[panel] + i, load(sums_[panel] + i) + load(products + i));
-      }
+      const auto chunk_at = [&](int t) {
+        if (t < next_count) fetch_panel(next[t].keys, panel);
+        return tiles[t].values + panel * kChunkSize;
+      };
+      multiply(&probs_[0][0], item_.num_rows, count, chunk_at, kNoFetch, part.sums + panel * kRowTileSize, kChunk);
     }
   }
 
-  void finish() {
-    for (int row = 0; row < item_.num_rows; row++) {
-      const int64_t token = first_token_ + (item_.first_row + row) / group_;
-      E* out = out_ + (token * heads_.num_heads + head_of(row)) * heads_.head_dim;
+  void finish(const Item& item, const Part& whole) const {
+    for (int row = 0; row < item.num_rows; row++) {
+      E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
       for (int64_t d = 0; d < heads_.head_dim; d++) {
-        set(out[d], sums_[d / kChunk][row * kChunk + d % kChunk] / total_[row]);
+        set(out[d], whole.sums[d / kChunk * kRowTileSize + row * kChunk + d % kChunk] / whole.total[row]);
       }
     }
   }
@@ -288,14 +373,11 @@ class ItemAttention {
   int panels_;
 
   Item item_{};
-  const int64_t* table_ = nullptr;
-  int64_t first_token_ = 0, first_key_ = 0, last_key_ = 0;
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
-  float largest_[kTileRows], total_[kTileRows];
   alignas(64) E queries_[kMostPanels][kRowTileSize];
   alignas(64) float scores_[kTileRows][kSpan];
   alignas(64) E probs_[kSpanTiles][kRowTileSize];
-  alignas(64) float sums_[kMostPanels][kRowTileSize];
+  alignas(64) float part_[Part::size(kMostPanels)], whole_[Part::size(kMostPanels)];
 };
 
 }  // namespace
@@ -303,19 +385,37 @@ class ItemAttention {
 template <class E>
 void attention(E* qkv, const Heads& heads, const Step& step, E* cache_data, int64_t block_size, E* out,
                int num_threads) {
+  static thread_local Scratch memory;
   const Cache<E> cache(cache_data, heads, block_size);
-  const Items items(heads, step);
-  std::atomic<int64_t> next{0};
+  const std::vector<Item> items = items_of(heads, step);
+  const Units units(items, num_threads);
+  const int64_t part_size = Part::size(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk));
+  float* parts = units.are_spans() ? memory.get<float>(units.count() * part_size) : nullptr;
+  Shares shares(units.count(), num_threads);
+  std::atomic<int64_t> next_sum{0};
   parallel(num_threads, [&](int thread, int threads) {
     const int64_t num_heads = step.num_tokens * (heads.num_heads + heads.num_kv_heads);
     prepare_heads(qkv, heads, step, cache, share(num_heads, thread, threads));
     barrier();
-    ItemAttention<E> attention(qkv, heads, step, cache, out);
+    UnitAttention<E> attention(qkv, heads, step, cache, out);
     TileRegisters registers(kTileRows);
-    for (int64_t i = next++; i < items.count(); i = next++) {
-      const Item item = items[i];
+    for (int64_t i = shares.next(thread), next; i >= 0; i = next) {
+      next = shares.next(thread);
+      const Item& item = items[units[i].item];
+      const Item* next_item = next >= 0 ? &items[units[next].item] : nullptr;
       registers.resize(item.num_rows);
-      attention.run(item);
+      if (units.are_spans()) {
+        Part part(parts + i * part_size);
+        attention.run(item, units[i].spans.begin, part, next_item, next_item ? units[next].spans.begin : 0);
+      } else {
+        attention.run(item, next_item);
+      }
+    }
+    if (!units.are_spans()) return;
+    barrier();
+    const int64_t count = static_cast<int64_t>(items.size());
+    for (int64_t i = next_sum++; i < count; i = next_sum++) {
+      attention.add_up(items[i], parts + units.first_of(i) * part_size);
     }
   });
 }
