@@ -90,7 +90,7 @@ class NativeKernels:
             qkv: [num_tokens, q | k | v heads, head_dim]; queries and keys are transformed in place.
             num_kv_heads: how many of the heads are keys, and how many values.
             transform: what is done to queries and keys.
-            cache: of shape `cache_shape`, in the dtype of `qkv`, written in place.
+            cache: of shape `cache_shape`, in the dtype of `qkv` or int8, written in place.
             step: where the tokens live.
             scale: of the scores.
             soft_cap: scores become soft_cap x tanh(score / soft_cap); 0 for none.
@@ -209,9 +209,15 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
-def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/attention.cpp`."""
-    return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * _round_up(head_dim))
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, int8: bool = False
+) -> tuple[int, ...]:
+    """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/kv_cache.h`.
+
+    A cache of int8 has an fp32 scale for each token and head, for its key and for its value, next to what it scales.
+    """
+    scale_bytes = CHUNK * torch.float32.itemsize if int8 else 0
+    return (num_blocks, block_size // CHUNK, num_kv_heads, 2, CHUNK * _round_up(head_dim) + scale_bytes)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

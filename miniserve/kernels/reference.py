@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from miniserve.kernels.native import Norm
+from miniserve.kernels.native import Norm, quantise_rows
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -42,6 +42,12 @@ def transform_heads(heads: Tensor, norm: Norm | None, rope: Tensor | None, posit
         part = x[..., :rotary_dim]
         x = torch.cat((part * cos + part.roll(rotary_dim // 2, dims=-1) * sin, x[..., rotary_dim:]), dim=-1)
     return x.to(heads.dtype)
+
+
+def as_int8(heads: Tensor) -> Tensor:
+    """Keys or values [num_tokens, num_kv_heads, head_dim] as a cache of int8 gives them back, fp32."""
+    quantised, scales = quantise_rows(heads.flatten(0, 1))
+    return (quantised.float() * scales.unsqueeze(1)).view(heads.shape)
 
 
 def attend(

@@ -20,13 +20,13 @@ def allocate_kv_cache(
     Zeroed, since a masked slot still takes part as 0 x value: it must not be NaN.
     """
     shape = backend.cache_shape(num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return tuple(LayerKVCache(_zeros(shape, backend.dtype, device)) for _ in range(config.num_layers))
+    return tuple(LayerKVCache(_zeros(shape, backend.cache_dtype, device)) for _ in range(config.num_layers))
 
 
 def kv_bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_size: int) -> int:
     """Memory that one block takes, over all layers."""
     shape = backend.cache_shape(1, block_size, config.num_kv_heads, config.head_dim)
-    return prod(shape) * backend.dtype.itemsize * config.num_layers
+    return prod(shape) * backend.cache_dtype.itemsize * config.num_layers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

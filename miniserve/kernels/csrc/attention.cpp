@@ -1,14 +1,15 @@
 // RoPE, cache write and paged attention of one layer, for decoding, prompts and parts of prompts alike.
 //
-// The cache holds 32 tokens of a head as one packed matrix, ready to be the right side of a product: keys as chunks of
-// 32 dimensions by 32 tokens, values as panels of 32 dimensions, each one chunk of 32 tokens. The query heads that share
-// a key head, times the new tokens of a request, are the rows of a product. The softmax goes over spans of 256 keys,
-// which begin at multiples of 256 (Dao et al., 2022): where a query stands in its step does not change its result.
+// The query heads that share a key head, times the new tokens of a request, are the rows of a product with what the
+// cache holds (see kv_cache.h). Each span of 256 keys, which begins at a multiple of 256, has a softmax of its own, and
+// spans are added up in their order (Dao et al., 2022): where a query stands in its step, or who computes what, does
+// not change its result.
 
 #include <atomic>
 #include <vector>
 
 #include "kernels.h"
+#include "kv_cache.h"
 #include "threads.h"
 
 namespace miniserve {
@@ -18,33 +19,7 @@ constexpr int kSpanTiles = 8;  // of 32 keys each
 constexpr int kSpan = kSpanTiles * kChunk;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // below any score, yet a difference of two is finite
-
-template <class E>
-struct CacheTile {
-  E *keys, *values;
-};
-
-// The cache's 32 tokens from `first_token` of a request on.
-template <class E>
-class Cache {
- public:
-  Cache(E* data, const Heads& heads, int64_t block_size)
-      : data_(data), num_kv_heads_(heads.num_kv_heads), size_(cache_tile_size(heads.head_dim)), block_size_(block_size) {}
-
-  CacheTile<E> tile(const int64_t* block_table, int64_t first_token, int64_t kv_head) const {
-    const int64_t block = block_table[first_token / block_size_];
-    const int64_t index = (block * block_size_ + first_token % block_size_) / kChunk;
-    E* keys = data_ + (index * 2 * num_kv_heads_ + kv_head) * size_;
-    return {keys, keys + num_kv_heads_ * size_};
-  }
-
- private:
-  E* data_;
-  int64_t num_kv_heads_, size_, block_size_;
-};
-
-// One head of one token, as floats while it is worked on.
-constexpr int64_t kMostHeadDim = 512;
+constexpr float kLeast = -100.0f;  // the logarithm of the least probability: small, yet no product with it is denormal
 
 void normalise_head(float* x, int64_t size, const float* norm, float eps) {
   float squares = 0.0f;
@@ -74,19 +49,9 @@ void prepare_head(E* head, const Heads& heads, const float* norm, int64_t positi
   for (int64_t i = 0; i < heads.head_dim; i++) set(head[i], x[i]);
 }
 
-template <class E>
-void write_to_cache(const E* key, const E* value, int64_t head_dim, CacheTile<E> tile, int token) {
-  for (int64_t d = 0; d < head_dim; d++) {
-    const int64_t chunk = d / kChunk * kChunkSize;
-    const int within = static_cast<int>(d % kChunk);
-    tile.keys[chunk + chunk_offset(key, within, token)] = key[d];
-    tile.values[chunk + chunk_offset(value, token, within)] = value[d];
-  }
-}
-
 // Prepares a share of the step's heads: queries in place, keys in place and, with their values, into the cache.
-template <class E>
-void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, Range own) {
+template <class E, class C>
+void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, Range own) {
   const int64_t rotated = heads.num_heads + heads.num_kv_heads;
   const int64_t token_size = (rotated + heads.num_kv_heads) * heads.head_dim;
   int64_t request = 0;
@@ -99,9 +64,9 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>&
     prepare_head(x, heads, is_query ? heads.q_norm : heads.k_norm, position);
     if (is_query) continue;
     const int64_t* table = step.block_tables + request * step.max_blocks;
-    const CacheTile<E> tile = cache.tile(table, position / kChunk * kChunk, head - heads.num_heads);
+    const CacheTile<C> tile = cache.tile(table, position / kChunk * kChunk, head - heads.num_heads);
     const E* value = x + heads.num_kv_heads * heads.head_dim;
-    write_to_cache(x, value, heads.head_dim, tile, static_cast<int>(position % kChunk));
+    write_to_cache(x, value, heads.head_dim, cache, tile, static_cast<int>(position % kChunk));
   }
 }
 
@@ -109,6 +74,7 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>&
 struct Item {
   int64_t request, kv_head, first_row;
   int num_rows;
+  int64_t last_key;
   Range spans;  // of keys that any of the rows sees
 };
 
@@ -124,7 +90,7 @@ std::vector<Item> items_of(const Heads& heads, const Step& step) {
       const int64_t last_key = context + (row + count - 1) / group;
       const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
       for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
-        items.push_back({request, kv_head, row, count, {first_key / kSpan, last_key / kSpan + 1}});
+        items.push_back({request, kv_head, row, count, last_key, {first_key / kSpan, last_key / kSpan + 1}});
       }
     }
   }
@@ -207,10 +173,10 @@ struct Part {
 };
 
 // Attention of a thread's units. Owns the memory for it.
-template <class E>
+template <class E, class C>
 class UnitAttention {
  public:
-  UnitAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, E* out)
+  UnitAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, E* out)
       : qkv_(qkv),
         heads_(heads),
         step_(step),
@@ -268,52 +234,87 @@ class UnitAttention {
   }
   int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
 
-  // The 32-key tiles of a span, and how many there are.
-  int tiles_of(const Item& item, int64_t span, CacheTile<E>* tiles) const {
+  // The tiles of a span's keys.
+  struct Tiles {
+    CacheTile<C> data[kSpanTiles];
+    int count = 0;
+  };
+
+  Tiles tiles_of(const Item& item, int64_t span) const {
     const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
-    const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
-    const int64_t end = step_.seq_lens[item.request] - num_new + (item.first_row + item.num_rows - 1) / group_ + 1;
-    const int count = static_cast<int>(std::min<int64_t>(kSpanTiles, (end - span * kSpan + kChunk - 1) / kChunk));
-    for (int t = 0; t < count; t++) tiles[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
-    return count;
+    const int64_t tiles_left = item.last_key / kChunk + 1 - span * kSpanTiles;
+    Tiles tiles;
+    tiles.count = static_cast<int>(std::min<int64_t>(kSpanTiles, tiles_left));
+    for (int t = 0; t < tiles.count; t++) {
+      tiles.data[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
+    }
+    return tiles;
   }
 
-  // The part of one span. Values are fetched while keys are multiplied, and the next span's keys while values are.
+  // The part of one span. While its keys are multiplied, its values are fetched; while these are, the next span's keys.
   void attend(int64_t span, Part& part, const Item* next, int64_t next_span) {
-    CacheTile<E> tiles[kSpanTiles], next_tiles[kSpanTiles];
-    const int count = tiles_of(item_, span, tiles);
-    const int next_count = next ? tiles_of(*next, next_span, next_tiles) : 0;
-    score(tiles, count);
-    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, count, part);
-    add_values(tiles, count, next_tiles, next_count, part);
+    tiles_ = tiles_of(item_, span);
+    next_tiles_ = next ? tiles_of(*next, next_span) : Tiles{};
+    score();
+    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, part);
+    add_values(part);
   }
 
-  // The share of a tile's keys or values that belongs to one of the panels.
-  void fetch_panel(const E* tile, int panel) const {
+  // A panel of a tile's keys or values; with the last one, their scales.
+  void fetch(const C* tile, int panel) const {
     const char* start = reinterpret_cast<const char*>(tile + panel * kChunkSize);
-    for (int line = 0; line < kChunkLines<E>; line++) prefetch(start + line * 64);
+    const int64_t scales = kIsQuantised && panel == panels_ - 1 ? kScaleBytes : 0;
+    for (int64_t byte = 0; byte < kChunkSize * static_cast<int64_t>(sizeof(C)) + scales; byte += 64) {
+      prefetch(start + byte);
+    }
   }
 
   // scores_ = queries x keys.
-  void score(const CacheTile<E>* tiles, int count) {
-    for (int t = 0; t < count; t++) {
-      const auto chunk_at = [&](int panel) {
-        fetch_panel(tiles[t].values, panel);
-        return tiles[t].keys + panel * kChunkSize;
-      };
-      multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
+  void score() {
+    const int batch = kIsQuantised ? std::max(1, kWidened / panels_) : tiles_.count;
+    for (int first = 0; first < tiles_.count; first += batch) {
+      const int end = std::min(first + batch, tiles_.count);
+      if constexpr (kIsQuantised) {
+        for (int i = 0; i < (end - first) * panels_; i++) {
+          const CacheTile<C>& tile = tiles_.data[first + i / panels_];
+          fetch(tile.values, i % panels_);
+          widen(tile.keys + i % panels_ * kChunkSize, widened_[i]);
+        }
+      }
+      for (int t = first; t < end; t++) {
+        const auto chunk_at = [&](int panel) -> const E* {
+          if constexpr (kIsQuantised) {
+            return widened_[(t - first) * panels_ + panel];
+          } else {
+            fetch(tiles_.data[t].values, panel);
+            return tiles_.data[t].keys + panel * kChunkSize;
+          }
+        };
+        multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
+      }
+    }
+    if constexpr (kIsQuantised) gather_scales();
+  }
+
+  // The scales of the span's tokens, next to each other.
+  void gather_scales() {
+    for (int t = 0; t < tiles_.count; t++) {
+      const float *keys = cache_.scales(tiles_.data[t].keys), *values = cache_.scales(tiles_.data[t].values);
+      std::copy(keys, keys + kChunk, key_scales_ + t * kChunk);
+      std::copy(values, values + kChunk, value_scales_ + t * kChunk);
     }
   }
 
   // The row's scores_ of keys from `first` on become probabilities, up to a factor that the part knows.
-  void softmax(int row, int64_t first, int tiles, Part& part) {
+  void softmax(int row, int64_t first, Part& part) {
     float* scores = scores_[row];
-    const int num_keys = tiles * kChunk;
+    const int num_keys = tiles_.count * kChunk;
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
     Vec most = broadcast(kLowest);
     for (int key = 0; key < num_keys; key += kLanes) {
       Vec x = load(scores + key) * broadcast(heads_.scale);
+      if constexpr (kIsQuantised) x = x * load(key_scales_ + key);
       if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
       x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
       store(scores + key, x);
@@ -322,9 +323,10 @@ class UnitAttention {
     const float now = largest(most);
     Vec total = zeros();
     for (int key = 0; key < num_keys; key += kLanes) {
-      Vec p = exp2(max(broadcast(-126.0f), load(scores + key) - broadcast(now)));
+      Vec p = exp2(max(broadcast(kLeast), load(scores + key) - broadcast(now)));
       p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
+      if constexpr (kIsQuantised) p = hide(p * load(value_scales_ + key), begin - key, end - key, 0.0f);
       store(&probs_[key / kChunk][row * kChunk + key % kChunk], p);
     }
     part.largest[row] = now;
@@ -343,13 +345,20 @@ class UnitAttention {
   }
 
   // The part's sums = probabilities x values.
-  void add_values(const CacheTile<E>* tiles, int count, const CacheTile<E>* next, int next_count, Part& part) {
+  void add_values(Part& part) {
     for (int panel = 0; panel < panels_; panel++) {
-      const auto chunk_at = [&](int t) {
-        if (t < next_count) fetch_panel(next[t].keys, panel);
-        return tiles[t].values + panel * kChunkSize;
+      const auto values_of = [&](int t) {
+        for (int i = t; i < next_tiles_.count; i += tiles_.count) fetch(next_tiles_.data[i].keys, panel);
+        return tiles_.data[t].values + panel * kChunkSize;
       };
-      multiply(&probs_[0][0], item_.num_rows, count, chunk_at, kNoFetch, part.sums + panel * kRowTileSize, kChunk);
+      float* sums = part.sums + panel * kRowTileSize;
+      if constexpr (kIsQuantised) {
+        for (int t = 0; t < tiles_.count; t++) widen(values_of(t), widened_[t]);
+        const auto chunk_at = [&](int t) -> const E* { return widened_[t]; };
+        multiply(&probs_[0][0], item_.num_rows, tiles_.count, chunk_at, kNoFetch, sums, kChunk);
+      } else {
+        multiply(&probs_[0][0], item_.num_rows, tiles_.count, values_of, kNoFetch, sums, kChunk);
+      }
     }
   }
 
@@ -363,30 +372,35 @@ class UnitAttention {
   }
 
   static constexpr int kMostPanels = kMostHeadDim / kChunk;
+  static constexpr bool kIsQuantised = !std::is_same_v<C, E>;
+  static constexpr int kWidened = 8;  // chunks of keys that are widened before they are multiplied; few enough for L1
 
   const E* qkv_;
   const Heads& heads_;
   const Step& step_;
-  const Cache<E>& cache_;
+  const Cache<C>& cache_;
   E* out_;
   int64_t group_;
   int panels_;
 
   Item item_{};
+  Tiles tiles_, next_tiles_;
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
   alignas(64) E queries_[kMostPanels][kRowTileSize];
   alignas(64) float scores_[kTileRows][kSpan];
   alignas(64) E probs_[kSpanTiles][kRowTileSize];
+  alignas(64) E widened_[kIsQuantised ? kMostPanels : 1][kChunkSize];
+  float key_scales_[kSpan], value_scales_[kSpan];
   alignas(64) float part_[Part::size(kMostPanels)], whole_[Part::size(kMostPanels)];
 };
 
 }  // namespace
 
-template <class E>
-void attention(E* qkv, const Heads& heads, const Step& step, E* cache_data, int64_t block_size, E* out,
+template <class E, class C>
+void attention(E* qkv, const Heads& heads, const Step& step, C* cache_data, int64_t block_size, E* out,
                int num_threads) {
   static thread_local Scratch memory;
-  const Cache<E> cache(cache_data, heads, block_size);
+  const Cache<C> cache(cache_data, heads, block_size);
   const std::vector<Item> items = items_of(heads, step);
   const Units units(items, num_threads);
   const int64_t part_size = Part::size(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk));
@@ -397,7 +411,7 @@ void attention(E* qkv, const Heads& heads, const Step& step, E* cache_data, int6
     const int64_t num_heads = step.num_tokens * (heads.num_heads + heads.num_kv_heads);
     prepare_heads(qkv, heads, step, cache, share(num_heads, thread, threads));
     barrier();
-    UnitAttention<E> attention(qkv, heads, step, cache, out);
+    UnitAttention<E, C> attention(qkv, heads, step, cache, out);
     TileRegisters registers(kTileRows);
     for (int64_t i = shares.next(thread), next; i >= 0; i = next) {
       next = shares.next(thread);
@@ -422,5 +436,7 @@ void attention(E* qkv, const Heads& heads, const Step& step, E* cache_data, int6
 
 template void attention(bf16*, const Heads&, const Step&, bf16*, int64_t, bf16*, int);
 template void attention(float*, const Heads&, const Step&, float*, int64_t, float*, int);
+template void attention(bf16*, const Heads&, const Step&, int8_t*, int64_t, bf16*, int);
+template void attention(float*, const Heads&, const Step&, int8_t*, int64_t, float*, int);
 
 }  // namespace miniserve
