@@ -22,6 +22,7 @@ DEVICES = ("auto", "mps", "cuda", "cpu")
 ATTENTION_BACKENDS = ("auto", "native", "sdpa", "torch", "flash_attn")
 KERNELS = ("auto", "native", "torch")
 QUANTIZATIONS = ("none", "int8", "int8-fast", "int4")
+KV_CACHE_DTYPES = ("auto", "int8")
 # What the native attention likes best; elsewhere smaller blocks share more.
 NATIVE_BLOCK_SIZE = 32
 DEFAULT_BLOCK_SIZE = 16
@@ -129,6 +130,12 @@ class EngineConfig:
         "GGUF file's own 4 or 8 bits stay as they are; native kernels only",
         choices=QUANTIZATIONS,
     )
+    kv_cache_dtype: str = _flag(
+        "auto",
+        "int8 keeps keys and values as int8, a scale for each token and head: half the memory and traffic; native "
+        "attention only; auto is --dtype",
+        choices=KV_CACHE_DTYPES,
+    )
     attention_backend: str = _flag(
         "auto", "native, sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
     )
@@ -142,6 +149,7 @@ class EngineConfig:
             _check_choice(self, name)
         _check_choice(self, "scheduling_policy")
         _check_choice(self, "quantization")
+        _check_choice(self, "kv_cache_dtype")
         _check_at_least(self, "max_model_len", 2)
         _check_at_least(self, "max_num_seqs", 1)
         _check_at_least(self, "max_num_batched_tokens", 1)
@@ -227,6 +235,7 @@ class ResolvedConfig:
     block_size: int
     kernels: str
     quantization: str
+    kv_cache_dtype: str
     attention_backend: str
     prefix_caching: bool
     seed: int | None
@@ -268,6 +277,7 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
         block_size=asked.block_size or (NATIVE_BLOCK_SIZE if may_be_native else DEFAULT_BLOCK_SIZE),
         kernels=asked.kernels,
         quantization=asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
         attention_backend=asked.attention_backend,
         prefix_caching=asked.prefix_caching,
         seed=asked.seed,

@@ -102,6 +102,7 @@ BAD_ENGINE_FLAGS = {
     "block_size": ["0", "16.0"],
     "kernels": ["fast", ""],
     "quantization": ["fp4", ""],
+    "kv_cache_dtype": ["fp8", "bf16"],
     "attention_backend": ["flash"],
     "prefix_caching": [],
     "cuda_graphs": [],

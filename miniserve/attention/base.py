@@ -61,15 +61,22 @@ class AttentionBackend(ABC):
     """A way to compute attention over the paged cache.
 
     Scores are scaled by `scale` (head_dim ** -0.5); `dtype` is that of queries, keys and values; `kernels` are the
-    compiled ones, which only the native backend needs.
+    compiled ones, which only the native backend needs; `cache_dtype`, if not `dtype`, is for backends that can convert.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, scale: float, dtype: torch.dtype, kernels: NativeKernels | None = None) -> None:
+    def __init__(
+        self,
+        scale: float,
+        dtype: torch.dtype,
+        kernels: NativeKernels | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.scale = scale
         self.dtype = dtype
         self.kernels = kernels
+        self.cache_dtype = cache_dtype or dtype
 
     @abstractmethod
     def plan(self, metadata: AttnMetadata) -> AttentionPlan:

@@ -59,7 +59,7 @@ class NativeBackend(AttentionBackend):
 
     def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """See `AttentionBackend`."""
-        return cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
+        return cache_shape(num_blocks, block_size, num_kv_heads, head_dim, int8=self.cache_dtype == torch.int8)
 
 
 def cannot_serve(block_size: int, head_dim: int) -> str | None:

@@ -168,6 +168,7 @@ def _summary(
     weights = (
         resolved.dtype if resolved.quantization == "none" else f"{resolved.dtype} (weights {resolved.quantization})"
     )
+    kv_cache_dtype = "" if resolved.kv_cache_dtype == "auto" else f", {resolved.kv_cache_dtype}"
     taken = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
     return (
         f"model {checkpoint.name}: {config.family}, {runner.num_parameters / 1e6:.1f} M parameters, "
@@ -175,7 +176,7 @@ def _summary(
         f"device {resolved.device}, {weights}, kernels {runner.kernels_name}, attention {runner.backend_name}, "
         f"threads {resolved.threads}",
         f"KV cache: {runner.num_kv_blocks} blocks x {resolved.block_size} tokens = {kv.capacity_tokens} tokens "
-        f"({runner.kv_bytes / 1e9:.2f} GB)",
+        f"({runner.kv_bytes / 1e9:.2f} GB{kv_cache_dtype})",
         f"sampling defaults of the model: {taken}" if taken else "sampling defaults: temperature 1, top_p 1",
         answers,
         *(f"note: {note}" for note in (*checkpoint.notes, *resolved.notes, *runner.notes)),

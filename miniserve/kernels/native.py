@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ class NativeKernels:
             qkv: [num_tokens, q | k | v heads, head_dim]; queries and keys are transformed in place.
             num_kv_heads: how many of the heads are keys, and how many values.
             transform: what is done to queries and keys.
-            cache: of shape `cache_shape`, in the dtype of `qkv`, written in place.
+            cache: of shape `cache_shape`, in the dtype of `qkv` or int8, written in place.
             step: where the tokens live.
             scale: of the scores.
             soft_cap: scores become soft_cap x tanh(score / soft_cap); 0 for none.
@@ -228,9 +230,20 @@ class PackedMatrix(Matrix):
         self._kernels.linear(x, self._packed, self.out_features, self._bias, norm, eps, epilogue, out)
 
 
-def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/attention.cpp`."""
-    return (num_blocks, block_size // CHUNK, 2, num_kv_heads, CHUNK * round_up(head_dim))
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, int8: bool = False
+) -> tuple[int, ...]:
+    """The shape of a layer's KV cache; `block_size` must be a multiple of CHUNK, see `csrc/kv_cache.h`.
+
+    A cache of int8 has an fp32 scale for each token and head, for its key and for its value, next to what it scales.
+    """
+    scale_bytes = CHUNK * torch.float32.itemsize if int8 else 0
+    return (num_blocks, block_size // CHUNK, num_kv_heads, 2, CHUNK * round_up(head_dim) + scale_bytes)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that begin with a cache line, in huge pages where the system has them; memory is taken as it is written."""
+    return huge_pages(prod(shape), dtype).view(shape)
 
 
 def interleaved(rows: Tensor) -> Tensor:
@@ -254,11 +267,13 @@ def round_up(size: int, multiple: int = CHUNK) -> int:
 def huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     """[num_elements] zeros, in huge pages where the system has them: streaming is then free of TLB misses."""
     num_bytes = num_elements * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype)
     length = round_up(num_bytes, _HUGE_PAGE_BYTES) + _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE_BYTES
     return whole[start : start + num_bytes].view(dtype)

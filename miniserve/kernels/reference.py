@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miniserve.kernels.native import Norm
-from miniserve.kernels.quantised import Grid
+from miniserve.kernels.quantised import Grid, in_rows
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -59,6 +59,11 @@ def transform_heads(heads: Tensor, norm: Norm | None, rope: Tensor | None, posit
         part = x[..., :rotary_dim]
         x = torch.cat((part * cos + part.roll(rotary_dim // 2, dims=-1) * sin, x[..., rotary_dim:]), dim=-1)
     return x.to(heads.dtype)
+
+
+def as_int8(heads: Tensor) -> Tensor:
+    """Keys or values [num_tokens, num_kv_heads, head_dim] as a cache of int8 gives them back, fp32."""
+    return in_rows(heads.flatten(0, 1)).values.view(heads.shape)
 
 
 def attend(

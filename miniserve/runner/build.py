@@ -9,12 +9,12 @@ import torch
 
 from miniserve import platform
 from miniserve.attention.base import AttentionBackend
-from miniserve.attention.native import cannot_serve
+from miniserve.attention.native import NativeBackend, cannot_serve
 from miniserve.attention.select import select_backend
 from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
 from miniserve.errors import ConfigError
 from miniserve.kernels.load import KernelChoice, load_kernels
-from miniserve.kernels.native import DTYPES, NativeKernels
+from miniserve.kernels.native import DTYPES
 from miniserve.kernels.quantised import SCHEMES, Grid
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import ModelConfig
@@ -60,11 +60,12 @@ def build_runner(
     Raises:
         ModelLoadError: the weights cannot be read or trusted.
         KernelBuildError: native kernels were asked for and cannot be had.
-        ConfigError: there is no memory for the KV cache, or no kernels for the quantization.
+        ConfigError: there is no memory for the KV cache, or no kernels for the quantization of weights or cache.
     """
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     native = _kernels(resolved, dtype, instruction_sets, on_build)
+    backend, reason = _backend(resolved, checkpoint.config, native)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     scheme = SCHEMES.get(resolved.quantization)
@@ -80,7 +81,6 @@ def build_runner(
     else:
         keep_grids = packed if scheme is not None else frozenset()
         load_weights(model, checkpoint, on_tensor=on_tensor, on_module=pack, keep_grids=keep_grids)
-    backend, reason = _backend(resolved, checkpoint.config, native.kernels)
     bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
     num_blocks = num_kv_blocks(
         asked, resolved, bytes_per_block=bytes_per_block, free_bytes=platform.free_memory(resolved.device)
@@ -140,9 +140,33 @@ def _check_quantization(resolved: ResolvedConfig, choice: KernelChoice) -> None:
 
 
 def _backend(
-    resolved: ResolvedConfig, config: ModelConfig, kernels: NativeKernels | None
+    resolved: ResolvedConfig, config: ModelConfig, native: KernelChoice
 ) -> tuple[AttentionBackend, str | None]:
-    """The attention backend, and why it is not the one that was asked for."""
+    """The attention backend, and why it is not the one that was asked for.
+
+    Raises:
+        ConfigError: the KV cache's dtype needs the native one, and cannot have it.
+    """
+    kernels = native.kernels
     no_native = "there are no native kernels" if kernels is None else cannot_serve(resolved.block_size, config.head_dim)
     choice = select_backend(resolved.attention_backend, resolved.device, no_native=no_native)
-    return choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype), kernels), choice.reason
+    cache_dtype = None
+    if resolved.kv_cache_dtype == "int8":
+        if choice.backend is not NativeBackend:
+            remedy = _how_to_get_native(resolved, native, no_native)
+            raise ConfigError(f"--kv-cache-dtype int8 needs the native attention: {remedy}")
+        cache_dtype = torch.int8
+    backend = choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype), kernels, cache_dtype)
+    return backend, choice.reason
+
+
+def _how_to_get_native(resolved: ResolvedConfig, native: KernelChoice, no_native: str | None) -> str | None:
+    if resolved.device != "cpu":
+        return f"the device is {resolved.device}: leave it out, or add --device cpu"
+    if resolved.attention_backend not in ("auto", "native"):
+        return f"leave --attention-backend {resolved.attention_backend} out"
+    if native.kernels is not None:
+        return no_native
+    if native.reason is not None:
+        return native.reason
+    return "leave --kernels torch out" if resolved.kernels == "torch" else f"the kernels have no {resolved.dtype}"

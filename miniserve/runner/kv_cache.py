@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
+from miniserve.kernels.native import zeros
 from miniserve.models.config import ModelConfig
 
 
@@ -20,18 +20,15 @@ def allocate_kv_cache(
     Zeroed, since a masked slot still takes part as 0 x value: it must not be NaN.
     """
     shape = backend.cache_shape(num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return tuple(LayerKVCache(_zeros(shape, backend.dtype, device)) for _ in range(config.num_layers))
+    return tuple(LayerKVCache(_zeros(shape, backend.cache_dtype, device)) for _ in range(config.num_layers))
 
 
 def kv_bytes_per_block(config: ModelConfig, backend: AttentionBackend, block_size: int) -> int:
     """Memory that one block takes, over all layers."""
     shape = backend.cache_shape(1, block_size, config.num_kv_heads, config.head_dim)
-    return prod(shape) * backend.dtype.itemsize * config.num_layers
+    return prod(shape) * backend.cache_dtype.itemsize * config.num_layers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take RAM only once written: the operating system hands out zeroed pages on first touch."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    """On a CPU, zeros that take RAM only once written: the operating system hands out zeroed pages on first touch."""
+    return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

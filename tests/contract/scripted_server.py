@@ -231,6 +231,7 @@ def build_scripted(
             block_size=block_size,
             kernels="torch",
             quantization="none",
+            kv_cache_dtype="auto",
             attention_backend="auto",
             prefix_caching=asked.prefix_caching,
             seed=asked.seed,

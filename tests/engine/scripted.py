@@ -236,6 +236,7 @@ def make_parts(script: Script = MappingProxyType({}), **options: Any) -> EngineP
         block_size=BLOCK_SIZE,
         kernels="torch",
         quantization="none",
+        kv_cache_dtype="auto",
         attention_backend="auto",
         prefix_caching=True,
         seed=None,

@@ -109,6 +109,35 @@ def test_weights_that_should_be_small_are_not_silently_large(
         build_engine(EngineConfig(model=str(folder), device="cpu", quantization="int8", **options))
 
 
+def test_an_int8_kv_cache(folder: Path) -> None:
+    """A block takes half the memory, and scales; heads of 16 are padded to 32, so that these weigh an eighth here."""
+    fixed: dict[str, Any] = {"model": str(folder), "device": "cpu", "dtype": "bf16", "threads": 1, "num_kv_blocks": 100}
+    plain, int8 = (build_engine(EngineConfig(**fixed, kv_cache_dtype=dtype)) for dtype in ("auto", "int8"))
+    [line] = [line for line in int8.summary if line.startswith("KV cache")]
+    assert re.fullmatch(r"KV cache: 100 blocks x 32 tokens = 3168 tokens \(\d+\.\d\d GB, int8\)", line)
+    caches = [parts.engine.runner.caches for parts in (plain, int8)]  # type: ignore[attr-defined]
+    assert caches[0][0].key_values.nbytes * 0.5625 == caches[1][0].key_values.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kernels": "torch"}, "leave --kernels torch out"),
+        ({"dtype": "fp16"}, "the kernels have no float16"),
+        ({"dtype": "fp16", "kernels": "native"}, "native kernels are passed over: they have no float16"),
+        ({"attention_backend": "sdpa"}, "leave --attention-backend sdpa out"),
+        ({"attention_backend": "torch", "kernels": "torch"}, "leave --attention-backend torch out"),
+        ({"block_size": 40}, "--block-size 40 is no multiple of 32"),
+    ],
+    ids=str,
+)
+def test_a_kv_cache_that_should_be_small_is_not_silently_large(
+    folder: Path, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--kv-cache-dtype int8 needs the native attention: {complaint}$"):
+        build_engine(EngineConfig(model=str(folder), device="cpu", kv_cache_dtype="int8", **options))
+
+
 def test_the_summary_says_how_the_model_answers(folder: Path, tmp_path: Path) -> None:
     assert "tools: generic (the template knows none); reasoning: none" in build(folder).summary
     path = tmp_path / "chat.jinja"

@@ -38,27 +38,27 @@ WAYS: dict[str, dict[str, Any]] = {
     "few-at-once": {"max_num_seqs": 3},
     "two-threads": {"threads": 2, "max_num_batched_tokens": 100},
 }
-Model = tuple[Path, str, str]
+Model = tuple[Path, str, str, str]
 Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[TokenLogprobs | None, ...] | None]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", "fp32", "none"),
-        ("llama", "bf16", "int8"),
-        ("llama", "bf16", "int4"),
-        ("qwen3", "bf16", "none"),
-        ("qwen3", "bf16", "int8-fast"),
+        ("llama", "fp32", "none", "auto"),
+        ("llama", "bf16", "int8", "auto"),
+        ("llama", "bf16", "int4", "int8"),
+        ("qwen3", "bf16", "none", "auto"),
+        ("qwen3", "bf16", "int8-fast", "int8"),
     ],
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A folder, a dtype, and the weights' quantization."""
-    family, dtype, quantization = request.param
+    """A folder, a dtype, the weights' quantization, and the KV cache's dtype."""
+    family, dtype, quantization, kv_cache_dtype = request.param
     folder = tmp_path_factory.mktemp(family)
     tiny_model(folder, family)
-    return folder, dtype, quantization
+    return folder, dtype, quantization, kv_cache_dtype
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,10 @@ def alone(model: Model, prompts: list[list[int]]) -> list[RequestOutput]:
 
 
 def load(model: Model, **options: Any) -> LLM:
-    folder, dtype, quantization = model
+    folder, dtype, quantization, kv_cache_dtype = model
+    types = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 128, "kernels": "native"}
-    return LLM(str(folder), **{"dtype": dtype, "quantization": quantization, **fixed, **options})
+    return LLM(str(folder), **{**types, **fixed, **options})
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:

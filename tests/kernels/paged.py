@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import nan
 
 import torch
 from torch import Tensor
 
 from miniserve.kernels import reference
-from miniserve.kernels.native import HeadTransform, NativeKernels, Norm, PagedStep, cache_shape
+from miniserve.kernels.native import CHUNK, HeadTransform, NativeKernels, Norm, PagedStep, cache_shape
 
+LENGTHS = (1, 5, 32, 33, 70, 300)  # a block more or less, and more than the 256 keys of a softmax span
+# A prompt, one decode, a chunk, a long one's decode and a chunk across the span, in one step.
+CONTEXT = (0, 4, 0, 20, 69, 250)
 GARBAGE = 1e4  # what slots hold that belong to nobody: far beyond any real key, so that a wrong look shows
 UNCHANGED = HeadTransform(rope=None)
 Span = tuple[int, int, int]  # tokens start to end of a request
@@ -27,6 +31,7 @@ class Requests:
     transform: HeadTransform = UNCHANGED
     soft_cap: float = 0.0
     window: int = 0
+    int8: bool = False  # the cache
 
     @property
     def head_dim(self) -> int:
@@ -47,6 +52,8 @@ class Requests:
         )
         query = reference.transform_heads(query, q_norm, transform.rope, positions)
         key = reference.transform_heads(key, k_norm, transform.rope, positions)
+        if self.int8:
+            key, value = reference.as_int8(key), reference.as_int8(value)
         return reference.attend(query, key, value, **self.options)  # type: ignore[arg-type]
 
 
@@ -58,12 +65,22 @@ class Pool:
         self.requests = requests
         counts = [-(-len(heads) // requests.block_size) for heads in requests.heads]
         num_blocks = 1 + sum(counts) + 2  # block 0, and two that nobody holds
-        shape = cache_shape(num_blocks, requests.block_size, requests.num_kv_heads, requests.head_dim)
-        self.cache = torch.full(shape, GARBAGE).to(requests.heads[0].dtype)
+        layout = (num_blocks, requests.block_size, requests.num_kv_heads, requests.head_dim)
+        shape = cache_shape(*layout, int8=requests.int8)
+        if requests.int8:  # what is finite has scales that are not
+            self.cache = torch.full(shape, 127, dtype=torch.int8)
+            self.scales.fill_(nan)
+        else:
+            self.cache = torch.full(shape, GARBAGE).to(requests.heads[0].dtype)
         shuffled = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed))
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int64)
         for request, ids in enumerate(torch.split(shuffled[: sum(counts)], counts)):
             self.tables[request, : len(ids)] = ids
+
+    @property
+    def scales(self) -> Tensor:
+        """Of an int8 cache, fp32 [num_blocks, chunks, num_kv_heads, 2, 32]: a view."""
+        return self.cache[..., -4 * CHUNK :].view(torch.float32)
 
     def attend(self, *spans: Span) -> list[Tensor]:
         """One step that computes `spans`; for each, [end - start, num_heads, head_dim]."""
@@ -100,6 +117,7 @@ def make_requests(
     qk_norm: bool = False,
     soft_cap: float = 0.0,
     window: int = 0,
+    int8: bool = False,
 ) -> Requests:
     """Random requests; `rotary_dim` None turns the whole head, 0 nothing."""
     generator = torch.Generator().manual_seed(head_dim)
@@ -117,6 +135,7 @@ def make_requests(
         transform=transform,
         soft_cap=soft_cap,
         window=window,
+        int8=int8,
     )
 
 
@@ -126,3 +145,37 @@ def rope_table(rotary_dim: int, num_positions: int) -> Tensor:
     angles = torch.outer(torch.arange(num_positions).float(), frequencies)
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
     return torch.stack((cos, sin), dim=1).contiguous()
+
+
+def check(kernels: NativeKernels, requests: Requests, *, fp32_tolerance: float = 2e-5) -> None:
+    """All contexts in one step, then the rest in one that mixes prompts, chunks and decodes."""
+    pool = Pool(kernels, requests)
+    lengths = [len(heads) for heads in requests.heads]
+    contexts = [(request, 0, context) for request, context in enumerate(CONTEXT[: len(lengths)]) if context]
+    rest = [(request, context, length) for request, (context, length) in enumerate(zip(CONTEXT, lengths, strict=False))]
+    for spans in (contexts, rest):
+        for (request, start, end), output in zip(spans, pool.attend(*spans), strict=True):
+            assert_close(output, requests.expected(request)[start:end], fp32_tolerance=fp32_tolerance)
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, fp32_tolerance: float = 2e-5) -> None:
+    """In bf16, probabilities and results are rounded."""
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else fp32_tolerance
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def whole(kernels: NativeKernels, requests: Requests) -> list[Tensor]:
+    """Each request alone, in one step."""
+    return [Pool(kernels, requests).attend((r, 0, len(heads)))[0] for r, heads in enumerate(requests.heads)]
+
+
+def in_chunks(kernels: NativeKernels, requests: Requests, size: int) -> list[Tensor]:
+    """All requests together, up to `size` tokens of each a step."""
+    pool = Pool(kernels, requests, seed=size)
+    lengths = [len(heads) for heads in requests.heads]
+    outputs: list[list[Tensor]] = [[] for _ in lengths]
+    for start in range(0, max(lengths), size):
+        spans = [(r, start, min(start + size, length)) for r, length in enumerate(lengths) if start < length]
+        for (request, *_), output in zip(spans, pool.attend(*spans), strict=True):
+            outputs[request].append(output)
+    return [torch.cat(parts) for parts in outputs]

@@ -11,28 +11,17 @@ import torch
 from torch import Tensor
 
 from miniserve.kernels.native import NativeKernels
-from tests.kernels.paged import Pool, Requests, Span, make_requests
-
-LENGTHS = (1, 5, 32, 33, 70, 300)  # a block more or less, and more than the 256 keys of a softmax span
-# A prompt, one decode, a chunk, a long one's decode and a chunk across the span, in one step.
-CONTEXT = (0, 4, 0, 20, 69, 250)
-
-
-def check(kernels: NativeKernels, requests: Requests) -> None:
-    """All contexts in one step, then the rest in one that mixes prompts, chunks and decodes."""
-    pool = Pool(kernels, requests)
-    lengths = [len(heads) for heads in requests.heads]
-    contexts = [(request, 0, context) for request, context in enumerate(CONTEXT[: len(lengths)]) if context]
-    rest = [(request, context, length) for request, (context, length) in enumerate(zip(CONTEXT, lengths, strict=False))]
-    for spans in (contexts, rest):
-        for (request, start, end), output in zip(spans, pool.attend(*spans), strict=True):
-            assert_close(output, requests.expected(request)[start:end])
-
-
-def assert_close(actual: Tensor, expected: Tensor, *, fp32_tolerance: float = 2e-5) -> None:
-    """In bf16, probabilities and results are rounded."""
-    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else fp32_tolerance
-    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+from tests.kernels.paged import (
+    CONTEXT,
+    LENGTHS,
+    Pool,
+    Span,
+    assert_close,
+    check,
+    in_chunks,
+    make_requests,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -131,23 +120,6 @@ def test_nothing_to_compute(kernels: NativeKernels, dtype: torch.dtype, spans: l
 # --- a token is computed by itself ---
 
 
-def whole(kernels: NativeKernels, requests: Requests) -> list[Tensor]:
-    """Each request alone, in one step."""
-    return [Pool(kernels, requests).attend((r, 0, len(heads)))[0] for r, heads in enumerate(requests.heads)]
-
-
-def in_chunks(kernels: NativeKernels, requests: Requests, size: int) -> list[Tensor]:
-    """All requests together, up to `size` tokens of each a step."""
-    pool = Pool(kernels, requests, seed=size)
-    lengths = [len(heads) for heads in requests.heads]
-    outputs: list[list[Tensor]] = [[] for _ in lengths]
-    for start in range(0, max(lengths), size):
-        spans = [(r, start, min(start + size, length)) for r, length in enumerate(lengths) if start < length]
-        for (request, *_), output in zip(spans, pool.attend(*spans), strict=True):
-            outputs[request].append(output)
-    return [torch.cat(parts) for parts in outputs]
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 40, "soft_cap": 5.0, "qk_norm": True, "rotary_dim": 24},
@@ -169,6 +141,26 @@ def test_the_same_whole_or_in_chunks_alone_or_together(
         torch.set_num_threads(threads)
         for one, alone in zip(in_chunks(kernels, requests, size), expected, strict=True):
             assert torch.equal(one, alone), (threads, size)
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"num_heads": 6, "head_dim": 80}], ids=str)
+def test_threads_share_the_keys_of_a_few_long_requests(
+    kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """A decode of one request, split by its keys, is bit for bit that of one thread, and of many requests."""
+    requests = make_requests([1100, 40, 520, 1000, 90], dtype=dtype, **options)
+    decodes: list[Span] = [(request, len(heads) - 1, len(heads)) for request, heads in enumerate(requests.heads)]
+    pool = Pool(kernels, requests)
+    pool.attend(*((request, 0, start) for request, start, _ in decodes))
+    torch.set_num_threads(1)
+    expected = pool.attend(*decodes)
+    assert_close(expected[0], requests.expected(0)[-1:])
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for few in (decodes[:1], decodes[:2], decodes[1:4], decodes):
+            for span, output in zip(few, pool.attend(*few), strict=True):
+                assert torch.equal(output, expected[span[0]]), (threads, few)
 
 
 def test_token_by_token(kernels: NativeKernels, dtype: torch.dtype) -> None:

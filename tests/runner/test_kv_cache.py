@@ -29,7 +29,7 @@ def test_shapes_and_zeros(dtype: torch.dtype) -> None:
 def test_the_native_layout_pads_heads_to_whole_chunks() -> None:
     [cache, *_] = allocate_kv_cache(CONFIG, NativeBackend(1.0, torch.bfloat16), num_blocks=5, block_size=64, device=CPU)
     assert CONFIG.head_dim == 8
-    assert cache.key_values.shape == (5, 2, 2, CONFIG.num_kv_heads, 32 * 32)
+    assert cache.key_values.shape == (5, 2, CONFIG.num_kv_heads, 2, 32 * 32)
     assert cache.key_values.dtype == torch.bfloat16 and cache.key_values.is_contiguous()
 
 
@@ -39,6 +39,22 @@ def test_bytes_per_block(backend: type[AttentionBackend], dtype: torch.dtype) ->
     asked = backend(1.0, dtype)
     caches = allocate_kv_cache(CONFIG, asked, num_blocks=3, block_size=32, device=CPU)
     assert 3 * kv_bytes_per_block(CONFIG, asked, 32) == sum(cache.key_values.nbytes for cache in caches)
+
+
+def test_an_int8_cache_takes_half_the_memory_of_bf16() -> None:
+    plain = NativeBackend(1.0, torch.bfloat16)
+    int8 = NativeBackend(1.0, torch.bfloat16, cache_dtype=torch.int8)
+    [cache, *_] = allocate_kv_cache(CONFIG, int8, num_blocks=3, block_size=64, device=CPU)
+    assert cache.key_values.dtype == torch.int8 and not cache.key_values.any()
+    assert 3 * kv_bytes_per_block(CONFIG, int8, 64) == cache.key_values.nbytes * CONFIG.num_layers
+    scales = 2 * 64 * CONFIG.num_kv_heads * 4 * CONFIG.num_layers
+    assert kv_bytes_per_block(CONFIG, int8, 64) == kv_bytes_per_block(CONFIG, plain, 64) / 2 + scales
+
+
+def test_a_cpu_cache_begins_with_a_cache_line() -> None:
+    """Bug: every line of the cache that the kernels read was parts of two."""
+    for cache in allocate_kv_cache(CONFIG, SdpaBackend(1.0, torch.float32), num_blocks=99, block_size=64, device=CPU):
+        assert cache.key_values.data_ptr() % 64 == 0
 
 
 def test_layers_share_no_memory() -> None:

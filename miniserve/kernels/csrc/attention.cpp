@@ -1,13 +1,15 @@
 // RoPE, cache write and paged attention of one layer, for decoding, prompts and parts of prompts alike.
 //
-// The cache holds 32 tokens of a head as one packed matrix, ready to be the right side of a product: keys as chunks of
-// 32 dimensions by 32 tokens, values as panels of 32 dimensions, each one chunk of 32 tokens. The query heads that share
-// a key head, times the new tokens of a request, are the rows of a product. The softmax goes over spans of 256 keys,
-// which begin at multiples of 256 (Dao et al., 2022): where a query stands in its step does not change its result.
+// The query heads that share a key head, times the new tokens of a request, are the rows of a product with what the
+// cache holds (see kv_cache.h). Each span of 256 keys, which begins at a multiple of 256, has a softmax of its own, and
+// spans are added up in their order (Dao et al., 2022): where a query stands in its step, or who computes what, does
+// not change its result.
 
 #include <atomic>
+#include <vector>
 
 #include "kernels.h"
+#include "kv_cache.h"
 #include "threads.h"
 
 namespace miniserve {
@@ -17,33 +19,7 @@ constexpr int kSpanTiles = 8;  // of 32 keys each
 constexpr int kSpan = kSpanTiles * kChunk;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // below any score, yet a difference of two is finite
-
-template <class E>
-struct CacheTile {
-  E *keys, *values;
-};
-
-// The cache's 32 tokens from `first_token` of a request on.
-template <class E>
-class Cache {
- public:
-  Cache(E* data, const Heads& heads, int64_t block_size)
-      : data_(data), num_kv_heads_(heads.num_kv_heads), size_(cache_tile_size(heads.head_dim)), block_size_(block_size) {}
-
-  CacheTile<E> tile(const int64_t* block_table, int64_t first_token, int64_t kv_head) const {
-    const int64_t block = block_table[first_token / block_size_];
-    const int64_t index = (block * block_size_ + first_token % block_size_) / kChunk;
-    E* keys = data_ + (index * 2 * num_kv_heads_ + kv_head) * size_;
-    return {keys, keys + num_kv_heads_ * size_};
-  }
-
- private:
-  E* data_;
-  int64_t num_kv_heads_, size_, block_size_;
-};
-
-// One head of one token, as floats while it is worked on.
-constexpr int64_t kMostHeadDim = 512;
+constexpr float kLeast = -100.0f;  // the logarithm of the least probability: small, yet no product with it is denormal
 
 void normalise_head(float* x, int64_t size, const float* norm, float eps) {
   float squares = 0.0f;
@@ -73,19 +49,9 @@ void prepare_head(E* head, const Heads& heads, const float* norm, int64_t positi
   for (int64_t i = 0; i < heads.head_dim; i++) set(head[i], x[i]);
 }
 
-template <class E>
-void write_to_cache(const E* key, const E* value, int64_t head_dim, CacheTile<E> tile, int token) {
-  for (int64_t d = 0; d < head_dim; d++) {
-    const int64_t chunk = d / kChunk * kChunkSize;
-    const int within = static_cast<int>(d % kChunk);
-    tile.keys[chunk + chunk_offset(key, within, token)] = key[d];
-    tile.values[chunk + chunk_offset(value, token, within)] = value[d];
-  }
-}
-
 // Prepares a share of the step's heads: queries in place, keys in place and, with their values, into the cache.
-template <class E>
-void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, Range own) {
+template <class E, class C>
+void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, Range own) {
   const int64_t rotated = heads.num_heads + heads.num_kv_heads;
   const int64_t token_size = (rotated + heads.num_kv_heads) * heads.head_dim;
   int64_t request = 0;
@@ -98,9 +64,9 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>&
     prepare_head(x, heads, is_query ? heads.q_norm : heads.k_norm, position);
     if (is_query) continue;
     const int64_t* table = step.block_tables + request * step.max_blocks;
-    const CacheTile<E> tile = cache.tile(table, position / kChunk * kChunk, head - heads.num_heads);
+    const CacheTile<C> tile = cache.tile(table, position / kChunk * kChunk, head - heads.num_heads);
     const E* value = x + heads.num_kv_heads * heads.head_dim;
-    write_to_cache(x, value, heads.head_dim, tile, static_cast<int>(position % kChunk));
+    write_to_cache(x, value, heads.head_dim, cache, tile, static_cast<int>(position % kChunk));
   }
 }
 
@@ -108,41 +74,109 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<E>&
 struct Item {
   int64_t request, kv_head, first_row;
   int num_rows;
+  int64_t last_key;
+  Range spans;  // of keys that any of the rows sees
 };
 
-// The work of a step as a list, long prompts' last rows first: they see the most keys.
-class Items {
+// The work of a step, long prompts' last rows first: they see the most keys.
+std::vector<Item> items_of(const Heads& heads, const Step& step) {
+  const int64_t group = heads.num_heads / heads.num_kv_heads;
+  std::vector<Item> items;
+  for (int64_t request = 0; request < step.num_requests; request++) {
+    const int64_t num_new = step.query_start[request + 1] - step.query_start[request];
+    const int64_t context = step.seq_lens[request] - num_new, num_rows = num_new * group;
+    for (int64_t row = (num_rows - 1) / kTileRows * kTileRows; num_new > 0 && row >= 0; row -= kTileRows) {
+      const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
+      const int64_t last_key = context + (row + count - 1) / group;
+      const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
+      for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
+        items.push_back({request, kv_head, row, count, last_key, {first_key / kSpan, last_key / kSpan + 1}});
+      }
+    }
+  }
+  return items;
+}
+
+// What a thread takes at a time: some spans of an item.
+struct Unit {
+  int64_t item;
+  Range spans;
+};
+
+// Whole items; or, where a few long ones would leave threads without work, spans. Then the spans' parts are kept apart
+// until all are there, and added in their order: the same numbers.
+class Units {
  public:
-  Items(const Heads& heads, const Step& step) : heads_(heads), step_(step), group_(heads.num_heads / heads.num_kv_heads) {
-    for (int64_t request = 0; request < step.num_requests; request++) count_ += row_tiles(request) * heads.num_kv_heads;
+  Units(const std::vector<Item>& items, int num_threads) {
+    int64_t longest = 0, total = 0;
+    for (const Item& item : items) {
+      longest = std::max(longest, item.spans.end - item.spans.begin);
+      total += item.spans.end - item.spans.begin;
+    }
+    are_spans_ = longest > 1 && num_threads > 1 && longest * num_threads * kFewShares > total;
+    units_.reserve(are_spans_ ? total : items.size());
+    for (size_t i = 0; i < items.size(); i++) {
+      const Range spans = items[i].spans;
+      first_.push_back(static_cast<int64_t>(units_.size()));
+      const int64_t size = are_spans_ ? 1 : spans.end - spans.begin;
+      for (int64_t span = spans.begin; span < spans.end; span += size) {
+        units_.push_back({static_cast<int64_t>(i), {span, span + size}});
+      }
+    }
   }
 
-  int64_t count() const { return count_; }
-
-  Item operator[](int64_t index) const {
-    int64_t request = 0;
-    while (index >= row_tiles(request) * heads_.num_kv_heads) index -= row_tiles(request++) * heads_.num_kv_heads;
-    const int64_t first_row = (row_tiles(request) - 1 - index / heads_.num_kv_heads) * kTileRows;
-    const int64_t left = num_rows(request) - first_row;
-    return {request, index % heads_.num_kv_heads, first_row, static_cast<int>(std::min<int64_t>(kTileRows, left))};
-  }
+  bool are_spans() const { return are_spans_; }
+  int64_t count() const { return static_cast<int64_t>(units_.size()); }
+  const Unit& operator[](int64_t i) const { return units_[i]; }
+  int64_t first_of(int64_t item) const { return first_[item]; }
 
  private:
-  int64_t num_rows(int64_t request) const {
-    return (step_.query_start[request + 1] - step_.query_start[request]) * group_;
-  }
-  int64_t row_tiles(int64_t request) const { return round_up(num_rows(request), kTileRows) / kTileRows; }
+  // Items are split unless the longest is at most a quarter of a thread's share: nobody waits longer for the last one.
+  static constexpr int64_t kFewShares = 4;
 
-  const Heads& heads_;
-  const Step& step_;
-  int64_t group_, count_ = 0;
+  bool are_spans_ = false;
+  std::vector<Unit> units_;
+  std::vector<int64_t> first_;
 };
 
-// Attention of one item. Owns the memory for it; one a thread.
-template <class E>
-class ItemAttention {
+// What the keys of some spans give up to 16 rows: an online softmax before its last division (Milakov and Gimelshein,
+// 2018). A view of someone's memory.
+struct Part {
+  float *largest, *total;  // [16], the largest score and the sum of probabilities relative to it
+  float* sums;             // [panels of 32 dimensions][16][32], probabilities x values
+
+  explicit Part(float* memory) : largest(memory), total(memory + kTileRows), sums(memory + 2 * kTileRows) {}
+
+  static constexpr int64_t size(int num_panels) { return 2 * kTileRows + num_panels * kRowTileSize; }
+
+  void clear(int num_panels) {
+    std::fill(largest, largest + kTileRows, kLowest);
+    std::fill(total, total + kTileRows, 0.0f);
+    std::fill(sums, sums + num_panels * kRowTileSize, 0.0f);
+  }
+
+  // Adds the part of the keys behind. In this order always, since a sum depends on it.
+  void add(const Part& next, int num_rows, int num_panels) {
+    for (int row = 0; row < num_rows; row++) {
+      const float most = std::max(largest[row], next.largest[row]);
+      const float own = std::exp2(largest[row] - most), other = std::exp2(next.largest[row] - most);
+      largest[row] = most;
+      total[row] = total[row] * own + next.total[row] * other;
+      for (int panel = 0; panel < num_panels; panel++) {
+        const int first = panel * kRowTileSize + row * kChunk;
+        for (int i = first; i < first + kChunk; i += kLanes) {
+          store(sums + i, fma(load(sums + i), broadcast(own), load(next.sums + i) * broadcast(other)));
+        }
+      }
+    }
+  }
+};
+
+// Attention of a thread's units. Owns the memory for it.
+template <class E, class C>
+class UnitAttention {
  public:
-  ItemAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<E>& cache, E* out)
+  UnitAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, E* out)
       : qkv_(qkv),
         heads_(heads),
         step_(step),
@@ -151,176 +185,258 @@ class ItemAttention {
         group_(heads.num_heads / heads.num_kv_heads),
         panels_(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk)) {}
 
-  void run(const Item& item) {
+  // A whole item. Meanwhile fetches the first keys of `next`, if there is one.
+  void run(const Item& item, const Item* next) {
     begin(item);
-    for (int64_t key = first_key_ / kSpan * kSpan; key < last_key_; key += kSpan) {
-      const int tiles = static_cast<int>(std::min<int64_t>(kSpanTiles, (last_key_ - key + kChunk - 1) / kChunk));
-      score(key, tiles);
-      for (int row = 0; row < item.num_rows; row++) softmax(row, key, tiles);
-      add_values(key, tiles);
+    Part whole(whole_), part(part_);
+    whole.clear(panels_);
+    for (int64_t span = item.spans.begin; span < item.spans.end; span++) {
+      const bool is_last = span + 1 == item.spans.end;
+      attend(span, part, is_last ? next : &item, is_last && next ? next->spans.begin : span + 1);
+      whole.add(part, item.num_rows, panels_);
     }
-    finish();
+    finish(item, whole);
+  }
+
+  // One span of an item.
+  void run(const Item& item, int64_t span, Part& part, const Item* next, int64_t next_span) {
+    begin(item);
+    attend(span, part, next, next_span);
+  }
+
+  // Adds the parts of an item's spans, the first of which is `parts`; they lie next to each other.
+  void add_up(const Item& item, float* parts) {
+    Part whole(whole_);
+    whole.clear(panels_);
+    for (int64_t i = 0; i < item.spans.end - item.spans.begin; i++) {
+      whole.add(Part(parts + i * Part::size(panels_)), item.num_rows, panels_);
+    }
+    finish(item, whole);
   }
 
  private:
   void begin(const Item& item) {
     item_ = item;
-    table_ = step_.block_tables + item.request * step_.max_blocks;
-    first_token_ = step_.query_start[item.request];
-    const int64_t num_new = step_.query_start[item.request + 1] - first_token_;
     const int64_t seq_len = step_.seq_lens[item.request];
-    last_key_ = 0;
-    first_key_ = seq_len;
+    const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
     std::fill(&queries_[0][0], &queries_[0][0] + panels_ * kRowTileSize, E{});
+    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
     for (int row = 0; row < item.num_rows; row++) {
-      const int64_t token = (item.first_row + row) / group_;
-      end_[row] = seq_len - num_new + token + 1;
+      end_[row] = seq_len - num_new + (item.first_row + row) / group_ + 1;
       begin_[row] = heads_.window > 0 ? std::max<int64_t>(0, end_[row] - heads_.window) : 0;
-      last_key_ = std::max(last_key_, end_[row]);
-      first_key_ = std::min(first_key_, begin_[row]);
-      largest_[row] = kLowest;
-      total_[row] = 0.0f;
-      const E* query = query_of(row);
+      const E* query = qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim;
       for (int64_t d = 0; d < heads_.head_dim; d++) queries_[d / kChunk][row * kChunk + d % kChunk] = query[d];
     }
-    std::fill(&sums_[0][0], &sums_[0][0] + panels_ * kRowTileSize, 0.0f);
   }
 
-  const E* query_of(int row) const {
-    const int64_t token = first_token_ + (item_.first_row + row) / group_;
-    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
-    return qkv_ + token * token_size + head_of(row) * heads_.head_dim;
+  int64_t token_of(const Item& item, int row) const {
+    return step_.query_start[item.request] + (item.first_row + row) / group_;
+  }
+  int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
+
+  // The tiles of a span's keys.
+  struct Tiles {
+    CacheTile<C> data[kSpanTiles];
+    int count = 0;
+  };
+
+  Tiles tiles_of(const Item& item, int64_t span) const {
+    const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
+    const int64_t tiles_left = item.last_key / kChunk + 1 - span * kSpanTiles;
+    Tiles tiles;
+    tiles.count = static_cast<int>(std::min<int64_t>(kSpanTiles, tiles_left));
+    for (int t = 0; t < tiles.count; t++) {
+      tiles.data[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
+    }
+    return tiles;
   }
 
-  int64_t head_of(int row) const { return item_.kv_head * group_ + (item_.first_row + row) % group_; }
+  // The part of one span. While its keys are multiplied, its values are fetched; while these are, the next span's keys.
+  void attend(int64_t span, Part& part, const Item* next, int64_t next_span) {
+    tiles_ = tiles_of(item_, span);
+    next_tiles_ = next ? tiles_of(*next, next_span) : Tiles{};
+    score();
+    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, part);
+    add_values(part);
+  }
 
-  // scores_ = queries x keys, from key `first` on.
-  void score(int64_t first, int tiles) {
-    const int64_t bytes = cache_tile_size(heads_.head_dim) * static_cast<int64_t>(sizeof(E));
-    for (int t = 0; t < tiles; t++) {
-      const CacheTile<E> tile = cache_.tile(table_, first + t * kChunk, item_.kv_head);
-      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(reinterpret_cast<const char*>(tile.values) + byte);
-      if (t + 1 < tiles) {
-        const CacheTile<E> next = cache_.tile(table_, first + (t + 1) * kChunk, item_.kv_head);
-        for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(reinterpret_cast<const char*>(next.keys) + byte);
-      }
-      const auto chunk_at = [&](int i) { return tile.keys + i * kChunkSize; };
-      multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
+  // A panel of a tile's keys or values; with the last one, their scales.
+  void fetch(const C* tile, int panel) const {
+    const char* start = reinterpret_cast<const char*>(tile + panel * kChunkSize);
+    const int64_t scales = kIsQuantised && panel == panels_ - 1 ? kScaleBytes : 0;
+    for (int64_t byte = 0; byte < kChunkSize * static_cast<int64_t>(sizeof(C)) + scales; byte += 64) {
+      prefetch(start + byte);
     }
   }
 
-  // One step of the online softmax: scores_ of the row become probabilities, what is summed so far is scaled to them.
-  void softmax(int row, int64_t first, int tiles) {
+  // scores_ = queries x keys.
+  void score() {
+    const int batch = kIsQuantised ? std::max(1, kWidened / panels_) : tiles_.count;
+    for (int first = 0; first < tiles_.count; first += batch) {
+      const int end = std::min(first + batch, tiles_.count);
+      if constexpr (kIsQuantised) {
+        for (int i = 0; i < (end - first) * panels_; i++) {
+          const CacheTile<C>& tile = tiles_.data[first + i / panels_];
+          fetch(tile.values, i % panels_);
+          widen(tile.keys + i % panels_ * kChunkSize, widened_[i]);
+        }
+      }
+      for (int t = first; t < end; t++) {
+        const auto chunk_at = [&](int panel) -> const E* {
+          if constexpr (kIsQuantised) {
+            return widened_[(t - first) * panels_ + panel];
+          } else {
+            fetch(tiles_.data[t].values, panel);
+            return tiles_.data[t].keys + panel * kChunkSize;
+          }
+        };
+        multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
+      }
+    }
+    if constexpr (kIsQuantised) gather_scales();
+  }
+
+  // The scales of the span's tokens, next to each other.
+  void gather_scales() {
+    for (int t = 0; t < tiles_.count; t++) {
+      const float *keys = cache_.scales(tiles_.data[t].keys), *values = cache_.scales(tiles_.data[t].values);
+      std::copy(keys, keys + kChunk, key_scales_ + t * kChunk);
+      std::copy(values, values + kChunk, value_scales_ + t * kChunk);
+    }
+  }
+
+  // The row's scores_ of keys from `first` on become probabilities, up to a factor that the part knows.
+  void softmax(int row, int64_t first, Part& part) {
     float* scores = scores_[row];
-    const int num_keys = tiles * kChunk;
+    const int num_keys = tiles_.count * kChunk;
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
     Vec most = broadcast(kLowest);
     for (int key = 0; key < num_keys; key += kLanes) {
       Vec x = load(scores + key) * broadcast(heads_.scale);
+      if constexpr (kIsQuantised) x = x * load(key_scales_ + key);
       if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
-      store(scores + key, x * broadcast(kLog2E));
-      hide(scores, key, begin, end, kLowest);
-      most = max(most, load(scores + key));
+      x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
+      store(scores + key, x);
+      most = max(most, x);
     }
-    const float before = largest_[row];
-    const float now = std::max(before, largest(most));
+    const float now = largest(most);
     Vec total = zeros();
     for (int key = 0; key < num_keys; key += kLanes) {
-      store(scores + key, exp2(max(broadcast(-126.0f), load(scores + key) - broadcast(now))));
-      hide(scores, key, begin, end, 0.0f);
-      const Vec p = load(scores + key);
+      Vec p = exp2(max(broadcast(kLeast), load(scores + key) - broadcast(now)));
+      p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
+      if constexpr (kIsQuantised) p = hide(p * load(value_scales_ + key), begin - key, end - key, 0.0f);
       store(&probs_[key / kChunk][row * kChunk + key % kChunk], p);
     }
-    const float scale = std::exp2(before - now);
-    total_[row] = total_[row] * scale + sum(total);
-    largest_[row] = now;
-    if (scale != 1.0f) {
-      for (int panel = 0; panel < panels_; panel++) {
-        float* sums = &sums_[panel][row * kChunk];
-        store(sums, load(sums) * broadcast(scale));
-        store(sums + kLanes, load(sums + kLanes) * broadcast(scale));
-      }
-    }
+    part.largest[row] = now;
+    part.total[row] = sum(total);
   }
 
-  // Overwrites what the row must not see among the 16 keys from `key` on.
-  static void hide(float* scores, int key, int begin, int end, float value) {
-    if (key >= begin && key + kLanes <= end) return;
-    for (int i = key; i < key + kLanes; i++) {
-      if (i < begin || i >= end) scores[i] = value;
+  // x with `value` in the lanes before `begin` and from `end` on: keys that the row must not see.
+  static Vec hide(Vec x, int begin, int end, float value) {
+    if (begin <= 0 && end >= kLanes) return x;
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int i = 0; i < kLanes; i++) {
+      if (i < begin || i >= end) lanes[i] = value;
     }
+    return load(lanes);
   }
 
-  // sums_ += probabilities x values.
-  void add_values(int64_t first, int tiles) {
-    const E* values[kSpanTiles];
-    for (int t = 0; t < tiles; t++) values[t] = cache_.tile(table_, first + t * kChunk, item_.kv_head).values;
-    alignas(64) float products[kRowTileSize];
+  // The part's sums = probabilities x values.
+  void add_values(Part& part) {
     for (int panel = 0; panel < panels_; panel++) {
-      const auto chunk_at = [&](int i) { return values[i] + panel * kChunkSize; };
-      multiply(&probs_[0][0], item_.num_rows, tiles, chunk_at, kNoFetch, products, kChunk);
-      for (int i = 0; i < item_.num_rows * kChunk; i += kLanes) {
-        store(sums_[panel] + i, load(sums_[panel] + i) + load(products + i));
+      const auto values_of = [&](int t) {
+        for (int i = t; i < next_tiles_.count; i += tiles_.count) fetch(next_tiles_.data[i].keys, panel);
+        return tiles_.data[t].values + panel * kChunkSize;
+      };
+      float* sums = part.sums + panel * kRowTileSize;
+      if constexpr (kIsQuantised) {
+        for (int t = 0; t < tiles_.count; t++) widen(values_of(t), widened_[t]);
+        const auto chunk_at = [&](int t) -> const E* { return widened_[t]; };
+        multiply(&probs_[0][0], item_.num_rows, tiles_.count, chunk_at, kNoFetch, sums, kChunk);
+      } else {
+        multiply(&probs_[0][0], item_.num_rows, tiles_.count, values_of, kNoFetch, sums, kChunk);
       }
     }
   }
 
-  void finish() {
-    for (int row = 0; row < item_.num_rows; row++) {
-      const int64_t token = first_token_ + (item_.first_row + row) / group_;
-      E* out = out_ + (token * heads_.num_heads + head_of(row)) * heads_.head_dim;
+  void finish(const Item& item, const Part& whole) const {
+    for (int row = 0; row < item.num_rows; row++) {
+      E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
       for (int64_t d = 0; d < heads_.head_dim; d++) {
-        set(out[d], sums_[d / kChunk][row * kChunk + d % kChunk] / total_[row]);
+        set(out[d], whole.sums[d / kChunk * kRowTileSize + row * kChunk + d % kChunk] / whole.total[row]);
       }
     }
   }
 
   static constexpr int kMostPanels = kMostHeadDim / kChunk;
+  static constexpr bool kIsQuantised = !std::is_same_v<C, E>;
+  static constexpr int kWidened = 8;  // chunks of keys that are widened before they are multiplied; few enough for L1
 
   const E* qkv_;
   const Heads& heads_;
   const Step& step_;
-  const Cache<E>& cache_;
+  const Cache<C>& cache_;
   E* out_;
   int64_t group_;
   int panels_;
 
   Item item_{};
-  const int64_t* table_ = nullptr;
-  int64_t first_token_ = 0, first_key_ = 0, last_key_ = 0;
+  Tiles tiles_, next_tiles_;
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
-  float largest_[kTileRows], total_[kTileRows];
   alignas(64) E queries_[kMostPanels][kRowTileSize];
   alignas(64) float scores_[kTileRows][kSpan];
   alignas(64) E probs_[kSpanTiles][kRowTileSize];
-  alignas(64) float sums_[kMostPanels][kRowTileSize];
+  alignas(64) E widened_[kIsQuantised ? kMostPanels : 1][kChunkSize];
+  float key_scales_[kSpan], value_scales_[kSpan];
+  alignas(64) float part_[Part::size(kMostPanels)], whole_[Part::size(kMostPanels)];
 };
 
 }  // namespace
 
-template <class E>
-void attention(E* qkv, const Heads& heads, const Step& step, E* cache_data, int64_t block_size, E* out,
+template <class E, class C>
+void attention(E* qkv, const Heads& heads, const Step& step, C* cache_data, int64_t block_size, E* out,
                int num_threads) {
-  const Cache<E> cache(cache_data, heads, block_size);
-  const Items items(heads, step);
-  std::atomic<int64_t> next{0};
+  static thread_local Scratch memory;
+  const Cache<C> cache(cache_data, heads, block_size);
+  const std::vector<Item> items = items_of(heads, step);
+  const Units units(items, num_threads);
+  const int64_t part_size = Part::size(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk));
+  float* parts = units.are_spans() ? memory.get<float>(units.count() * part_size) : nullptr;
+  Shares shares(units.count(), num_threads);
+  std::atomic<int64_t> next_sum{0};
   parallel(num_threads, [&](int thread, int threads) {
     const int64_t num_heads = step.num_tokens * (heads.num_heads + heads.num_kv_heads);
     prepare_heads(qkv, heads, step, cache, share(num_heads, thread, threads));
     barrier();
-    ItemAttention<E> attention(qkv, heads, step, cache, out);
+    UnitAttention<E, C> attention(qkv, heads, step, cache, out);
     TileRegisters registers(kTileRows);
-    for (int64_t i = next++; i < items.count(); i = next++) {
-      const Item item = items[i];
+    for (int64_t i = shares.next(thread), next; i >= 0; i = next) {
+      next = shares.next(thread);
+      const Item& item = items[units[i].item];
+      const Item* next_item = next >= 0 ? &items[units[next].item] : nullptr;
       registers.resize(item.num_rows);
-      attention.run(item);
+      if (units.are_spans()) {
+        Part part(parts + i * part_size);
+        attention.run(item, units[i].spans.begin, part, next_item, next_item ? units[next].spans.begin : 0);
+      } else {
+        attention.run(item, next_item);
+      }
+    }
+    if (!units.are_spans()) return;
+    barrier();
+    const int64_t count = static_cast<int64_t>(items.size());
+    for (int64_t i = next_sum++; i < count; i = next_sum++) {
+      attention.add_up(items[i], parts + units.first_of(i) * part_size);
     }
   });
 }
 
 template void attention(bf16*, const Heads&, const Step&, bf16*, int64_t, bf16*, int);
 template void attention(float*, const Heads&, const Step&, float*, int64_t, float*, int);
+template void attention(bf16*, const Heads&, const Step&, int8_t*, int64_t, bf16*, int);
+template void attention(float*, const Heads&, const Step&, int8_t*, int64_t, float*, int);
 
 }  // namespace miniserve

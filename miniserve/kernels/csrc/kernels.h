@@ -103,13 +103,18 @@ struct Step {
 
 // Normalises and rotates queries and keys in place, writes keys and values to the cache, and attends.
 //
-// qkv [num_tokens][q | k | v heads][head_dim]; cache [num_blocks][block_size / 32][keys, values][num_kv_heads] of 32
-// tokens each (see attention.cpp); out [num_tokens][num_heads][head_dim].
-template <class E>
-void attention(E* qkv, const Heads& heads, const Step& step, E* cache, int64_t block_size, E* out, int num_threads);
+// qkv [num_tokens][q | k | v heads][head_dim]; cache [num_blocks][block_size / 32][num_kv_heads][keys, values] of 32
+// tokens each (see kv_cache.h), of E or int8_t; out [num_tokens][num_heads][head_dim].
+template <class E, class C>
+void attention(E* qkv, const Heads& heads, const Step& step, C* cache, int64_t block_size, E* out, int num_threads);
 
-// Elements that the keys, or the values, of 32 tokens of one head take in the cache.
-inline int64_t cache_tile_size(int64_t head_dim) { return (head_dim + kChunk - 1) / kChunk * kChunkSize; }
+// The scales of 32 tokens. As floats they are exact, and 3 to 6 percent of the tokens.
+constexpr int64_t kScaleBytes = kChunk * sizeof(float);
+
+// Elements that the keys, or the values, of 32 tokens of one head take in the cache; of int8, with their scales.
+inline int64_t cache_tile_size(int64_t head_dim, bool is_quantised) {
+  return (head_dim + kChunk - 1) / kChunk * kChunkSize + (is_quantised ? kScaleBytes : 0);
+}
 
 // The first largest of each row of logits [num_rows][size], and its index. A row with NaN has the value NaN.
 void largest_of_rows(const float* logits, int64_t num_rows, int64_t size, int64_t stride, int64_t* ids, float* values,

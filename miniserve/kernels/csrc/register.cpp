@@ -221,15 +221,16 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
   const ScalarType dtype = qkv.scalar_type();
   check(qkv, "qkv", dtype, 3);
   check(out, "out", dtype, 3);
-  check(cache, "cache", dtype, 5);
+  const bool is_quantised = cache.scalar_type() == ScalarType::Char;
+  check(cache, "cache", is_quantised ? ScalarType::Char : dtype, 5);
   const int64_t num_heads = qkv.size(1) - 2 * num_kv_heads, head_dim = qkv.size(2);
   STD_TORCH_CHECK(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " query heads for ",
                   num_kv_heads, " key heads");
   STD_TORCH_CHECK(head_dim <= 512, "head_dim: at most 512, got ", head_dim);
   STD_TORCH_CHECK(out.size(0) == qkv.size(0) && out.size(1) == num_heads && out.size(2) == head_dim,
                   "out does not fit qkv");
-  STD_TORCH_CHECK(cache.size(1) > 0 && cache.size(2) == 2 && cache.size(3) == num_kv_heads &&
-                      cache.size(4) == cache_tile_size(head_dim),
+  STD_TORCH_CHECK(cache.size(1) > 0 && cache.size(2) == num_kv_heads && cache.size(3) == 2 &&
+                      cache.size(4) == cache_tile_size(head_dim, is_quantised),
                   "cache does not fit ", num_kv_heads, " heads of ", head_dim);
   const int64_t block_size = cache.size(1) * kChunk;
   const Step step = step_of(query_start, seq_lens, block_tables, qkv.size(0), cache.size(0), block_size);
@@ -256,8 +257,11 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
   heads.window = window;
   for_dtype(dtype, "qkv", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    attention(static_cast<E*>(qkv.data_ptr()), heads, step, static_cast<E*>(cache.data_ptr()), block_size,
-              static_cast<E*>(out.data_ptr()), num_threads());
+    const auto run = [&](auto* cache_data) {
+      attention(static_cast<E*>(qkv.data_ptr()), heads, step, cache_data, block_size, static_cast<E*>(out.data_ptr()),
+                num_threads());
+    };
+    is_quantised ? run(static_cast<int8_t*>(cache.data_ptr())) : run(static_cast<E*>(cache.data_ptr()));
   });
 }
 
