@@ -8,6 +8,7 @@ threads. A result never depends on what else is computed in the same call.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,33 @@ class PagedStep:
     block_tables: Tensor  # int64 [num_reqs, max_blocks]
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token of a row of logits is drawn at random; the filters come in this order, each over what is left.
+
+    Attributes:
+        temperature: more than 0.
+        top_k: how many of the most probable tokens stay; 0 for all.
+        top_p: the most probable ones stay that it takes to reach this together; 1 for all.
+        min_p: those stay that have at least this times the largest probability.
+        seed: of the row's noise, in [0, 2^63). The same seed gives the same noise on every device.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether any token may be left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+_NO_DRAW = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
 class NativeKernels:
     """The operators of one compiled library, for `instruction_set`. Loaded once in a process."""
 
@@ -68,6 +96,8 @@ class NativeKernels:
         self.unpack_columns: Any = ops.unpack_columns.default
         self.attention: Any = ops.attention.default
         self._largest_of_rows: Any = ops.largest_of_rows.default
+        self._token_logprobs: Any = ops.token_logprobs.default
+        self._draw: Any = ops.draw.default
         _register_fakes(namespace)
 
     def attend(
@@ -125,6 +155,30 @@ class NativeKernels:
         values = torch.empty(len(logits), dtype=torch.float32)
         self._largest_of_rows(logits, ids, values)
         return ids, values
+
+    def draw(self, logits: Tensor, likeliest: Tensor, draws: Sequence[Draw | None]) -> Tensor:
+        """See `sampling.draw`; the noise is that of `sampling.uniform_noise`."""
+        ids = likeliest.clone()
+        rows = [_NO_DRAW if draw is None else draw for draw in draws]
+        self._draw(
+            logits,
+            torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+            torch.tensor([row.top_k for row in rows], dtype=torch.int64),
+            torch.tensor([row.top_p for row in rows], dtype=torch.float32),
+            torch.tensor([row.min_p for row in rows], dtype=torch.float32),
+            torch.tensor([row.seed for row in rows], dtype=torch.int64),
+            ids,
+        )
+        return ids
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `sampling.token_logprobs`."""
+        num_rows = len(logits)
+        ranks = torch.empty(num_rows, dtype=torch.int32)
+        logprobs = torch.empty((num_rows, 1 + num_top), dtype=torch.float32)
+        top_ids = torch.empty((num_rows, num_top), dtype=torch.int32)
+        self._token_logprobs(logits, token_ids, ranks, logprobs, top_ids)
+        return ranks, logprobs, top_ids
 
 
 class PackedMatrix:
@@ -244,7 +298,7 @@ def _huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 def _register_fakes(namespace: str) -> None:
     """For tracing: each operator only writes to what it is given, so its fake does nothing."""
-    for name in ("linear", "pack", "unpack_columns", "attention", "largest_of_rows"):
+    for name in ("linear", "pack", "unpack_columns", "attention", "largest_of_rows", "token_logprobs", "draw"):
         torch.library.register_fake(f"{namespace}::{name}", _nothing)
 
 
