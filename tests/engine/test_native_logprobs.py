@@ -12,8 +12,8 @@ from miniserve.outputs import RequestOutput
 from tests.support import random_prompt, tiny_model
 
 VOCAB_SIZE = 50_000
-ASKED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
-DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=8, ignore_eos=True, logprobs=3, top_p=0.9)
+ASKED = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=3)
+DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=60, ignore_eos=True, logprobs=3, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def answer(output: RequestOutput) -> object:
 
 
 @pytest.mark.parametrize("params", [ASKED, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("num_neighbours", [1, 2, 5])
+@pytest.mark.parametrize("num_neighbours", [1, 3])
 def test_neighbours_that_ask_for_logprobs(llm: LLM, params: SamplingParams, num_neighbours: int) -> None:
-    """Bug: a neighbour that asked for logprobs, too, changed them in their last bits."""
+    """Bug: a neighbour that asked for logprobs, too, changed the last bit of one in some twenty of them."""
     prompt = random_prompt(64)
     [alone] = llm.generate([prompt], params)
     neighbours = [random_prompt(64, seed) for seed in range(1, num_neighbours + 1)]
