@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_a_row_without_a_draw_keeps_the_likeliest(kernels: NativeKernels) -> Non
 
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("kind", [{"top_k": 3}, {"top_p": 0.0025}, {"top_k": 900, "top_p": 0.0025}])
-def test_of_equals_the_first_stay(kernels: NativeKernels, kind: dict[str, float], first: int) -> None:
+def test_of_equals_the_first_stay(kernels: NativeKernels, kind: dict[str, Any], first: int) -> None:
     logits = torch.zeros(1, 1000)
     logits[:, :first] = -50.0
     draws = [replace(PLAIN, seed=seed, **kind) for seed in range(300)]
@@ -183,7 +184,7 @@ def test_the_distribution(kernels: NativeKernels, kind: Draw) -> None:
     places = (stays.cumsum(0) - 1).tolist()
     compact = [places[token_id] for token_id in drawn]
     assert chi_square(compact, probs[stays]) < 80
-    assert chi_square(compact, (probs[stays] ** 1.1) / (probs[stays] ** 1.1).sum()) > 80 or stays.sum() == 1
+    assert chi_square(compact, (probs[stays] ** 1.3) / (probs[stays] ** 1.3).sum()) > 80  # guard: it would be noticed
 
 
 def test_noise_is_uniform_and_independent() -> None:
