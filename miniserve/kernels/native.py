@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -32,6 +33,8 @@ _OPERATORS = (
     "unpack_quantised_columns",
     "attention",
     "largest_of_rows",
+    "token_logprobs",
+    "draw",
 )
 
 
@@ -68,6 +71,33 @@ class PagedStep:
     block_tables: Tensor  # int64 [num_reqs, max_blocks]
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token of a row of logits is drawn at random; the filters come in this order, each over what is left.
+
+    Attributes:
+        temperature: more than 0.
+        top_k: how many of the most probable tokens stay; 0 for all.
+        top_p: the most probable ones stay that it takes to reach this together; 1 for all.
+        min_p: those stay that have at least this times the largest probability.
+        seed: of the row's noise, in [0, 2^63). The same seed gives the same noise on every device.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether any token may be left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+_NO_DRAW = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
 class NativeKernels:
     """The operators of one compiled library, for `instruction_set`. Loaded once in a process."""
 
@@ -84,6 +114,8 @@ class NativeKernels:
         self.unpack_quantised_columns: Any = ops.unpack_quantised_columns.default
         self.attention: Any = ops.attention.default
         self._largest_of_rows: Any = ops.largest_of_rows.default
+        self._token_logprobs: Any = ops.token_logprobs.default
+        self._draw: Any = ops.draw.default
         _register_fakes(namespace)
 
     def attend(
@@ -141,6 +173,30 @@ class NativeKernels:
         values = torch.empty(len(logits), dtype=torch.float32)
         self._largest_of_rows(logits, ids, values)
         return ids, values
+
+    def draw(self, logits: Tensor, likeliest: Tensor, draws: Sequence[Draw | None]) -> Tensor:
+        """See `sampling.draw`; the noise is that of `sampling.uniform_noise`."""
+        ids = likeliest.clone()
+        rows = [_NO_DRAW if draw is None else draw for draw in draws]
+        self._draw(
+            logits,
+            torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+            torch.tensor([row.top_k for row in rows], dtype=torch.int64),
+            torch.tensor([row.top_p for row in rows], dtype=torch.float32),
+            torch.tensor([row.min_p for row in rows], dtype=torch.float32),
+            torch.tensor([row.seed for row in rows], dtype=torch.int64),
+            ids,
+        )
+        return ids
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `sampling.token_logprobs`."""
+        num_rows = len(logits)
+        ranks = torch.empty(num_rows, dtype=torch.int32)
+        logprobs = torch.empty((num_rows, 1 + num_top), dtype=torch.float32)
+        top_ids = torch.empty((num_rows, num_top), dtype=torch.int32)
+        self._token_logprobs(logits, token_ids, ranks, logprobs, top_ids)
+        return ranks, logprobs, top_ids
 
 
 class Matrix(ABC):

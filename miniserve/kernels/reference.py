@@ -85,9 +85,3 @@ def attend(
     key = torch.arange(len(keys))
     visible = (key <= last) & (key > last - window if window else True)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(dim=-1), values)
-
-
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, the id and the value of the first largest; NaN where the row has NaN."""
-    best = logits.max(dim=-1)
-    return best.indices, best.values

@@ -12,6 +12,8 @@ from math import isnan
 import torch
 from torch import Tensor
 
+from miniserve.kernels import sampling
+from miniserve.kernels.sampling import SamplingOperators
 from miniserve.outputs import TokenLogprobs
 
 
@@ -24,27 +26,25 @@ class LogprobQuery:
     num_top: int
 
 
-def pack_logprobs(logits: Tensor, queries: Sequence[LogprobQuery], num_top: int) -> Tensor:
+def pack_logprobs(
+    logits: Tensor, queries: Sequence[LogprobQuery], num_top: int, operators: SamplingOperators = sampling
+) -> Tensor:
     """What `unpack_logprobs` needs, small, and still on the device.
 
     Args:
         logits: fp32 [num_queries, vocab_size], the row of each query.
         queries: one per row of logits.
         num_top: the most that any query asks for, of these and of those that will be unpacked together with them.
+        operators: the native kernels, or PyTorch's.
 
     Returns:
         int32 [num_queries, 2 + 2 * num_top]: the token's rank, the bits of its fp32 logprob and of the most probable
         ones', which are NaN where the row has no probabilities, then the ids of the latter.
     """
     token_ids = torch.tensor([query.token_id for query in queries], device=logits.device)
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    total = total.masked_fill(~total.isfinite(), float("nan"))  # a logit of +inf, or all of them -inf
-    top_values, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
-    own = logits.gather(-1, token_ids.unsqueeze(1))
-    # Summed as fp32, which is exact up to 2^24, because a CPU adds integers much more slowly.
-    ranks = (logits > own).sum(dim=-1, keepdim=True, dtype=torch.float32).int() + 1
-    values = torch.cat((own, top_values), dim=-1)
-    return torch.cat((ranks, (values - total).view(torch.int32), top_ids.int()), dim=-1)
+    num_top = min(num_top, logits.shape[-1])
+    ranks, logprobs, top_ids = operators.token_logprobs(logits, token_ids, num_top)
+    return torch.cat((ranks.unsqueeze(1), logprobs.view(torch.int32), top_ids), dim=-1)
 
 
 def unpack_logprobs(packed: Tensor, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs | None]:

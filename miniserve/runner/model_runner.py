@@ -14,6 +14,8 @@ from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.kernels import sampling
+from miniserve.kernels.sampling import SamplingOperators
 from miniserve.models.transformer import Transformer
 from miniserve.outputs import TokenLogprobs
 from miniserve.runner.input_builder import ModelInput, build_input
@@ -67,7 +69,8 @@ class ModelRunner:
         self.block_size = block_size
         self.num_token_ids = num_token_ids
         self.device = device
-        self.sampler = Sampler(device, seed, backend.kernels)
+        self.operators: SamplingOperators = sampling if backend.kernels is None else backend.kernels
+        self.sampler = Sampler(device, seed, self.operators)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:
@@ -125,7 +128,8 @@ class ModelRunner:
         ]
         if not queries:
             return {}
-        packed = pack_logprobs(logits[self._rows(queries)], queries, max(query.num_top for query in queries))
+        of_queries = logits if len(queries) == len(logits) else logits[self._rows(queries)]
+        packed = pack_logprobs(of_queries, queries, max(query.num_top for query in queries), self.operators)
         return {query.row: entry for query, entry in zip(queries, unpack_logprobs(packed, queries), strict=True)}
 
     def _prompt_logprobs(
@@ -144,7 +148,7 @@ class ModelRunner:
         packed = []
         for start in range(0, len(queries), _PROMPT_ROWS_PER_SLICE):
             part = queries[start : start + _PROMPT_ROWS_PER_SLICE]
-            packed.append(pack_logprobs(self._logits(hidden[self._rows(part)]), part, num_top))
+            packed.append(pack_logprobs(self._logits(hidden[self._rows(part)]), part, num_top, self.operators))
         entries = iter(unpack_logprobs(torch.cat(packed), queries))
         return {index: tuple(islice(entries, len(of_request))) for index, of_request in wanted.items()}
 

@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from miniserve.kernels import reference
+from miniserve.kernels import sampling
 from miniserve.kernels.native import NativeKernels
 
 
@@ -15,7 +15,7 @@ from miniserve.kernels.native import NativeKernels
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7])
 def test_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:
     logits = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size))
-    for actual, expected in zip(kernels.largest(logits), reference.largest(logits), strict=True):
+    for actual, expected in zip(kernels.largest(logits), sampling.largest(logits), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -35,7 +35,7 @@ def test_equal_rows(kernels: NativeKernels) -> None:
 @pytest.mark.parametrize("place", [0, 15, 16, 1030, 1999])
 def test_nan_anywhere(kernels: NativeKernels, place: int) -> None:
     logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
-    expected = reference.largest(logits)
+    expected = sampling.largest(logits)
     logits[1, place] = nan
     ids, values = kernels.largest(logits)
     assert values[1].isnan() and 0 <= ids[1] < 2000
@@ -58,7 +58,7 @@ def test_rows_of_a_padded_vocabulary(kernels: NativeKernels) -> None:
     logits.copy_(torch.randn(9, 259, generator=torch.Generator().manual_seed(0)))
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for actual, expected in zip(kernels.largest(logits), reference.largest(logits), strict=True):
+        for actual, expected in zip(kernels.largest(logits), sampling.largest(logits), strict=True):
             assert torch.equal(actual, expected)
 
 

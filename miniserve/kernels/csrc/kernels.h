@@ -120,4 +120,23 @@ inline int64_t cache_tile_size(int64_t head_dim, bool is_quantised) {
 void largest_of_rows(const float* logits, int64_t num_rows, int64_t size, int64_t stride, int64_t* ids, float* values,
                      int num_threads);
 
+// Of each row of logits [num_rows][size]: the rank of token `ids[row]`, which is one more than the number of larger
+// logits; then log-probabilities [1 + num_top], of that token and of the first `num_top` <= size, whose ids follow. Those
+// of a row without probabilities, which has NaN or +inf or nothing but -inf, are NaN.
+void token_logprobs(const float* logits, int64_t num_rows, int64_t size, int64_t stride, const int64_t* ids,
+                    int64_t num_top, int32_t* ranks, float* logprobs, int32_t* top_ids, int num_threads);
+
+// How the token of one row is drawn. The filters come in this order, and the most probable token always stays.
+struct Draw {
+  float temperature;  // 0: not drawn, the most probable one stays
+  int64_t top_k;      // 0: all
+  float top_p;        // the probable ones that reach this together, counted after top_k; 1: all
+  float min_p;        // those of at least this times the largest probability
+  uint64_t seed;      // of the row's noise
+};
+
+// ids [num_rows] holds the first largest of each row of logits [num_rows][size], and then the token that was drawn.
+void draw(const float* logits, int64_t num_rows, int64_t size, int64_t stride, const Draw* draws, int64_t* ids,
+          int num_threads);
+
 }  // namespace miniserve

@@ -78,6 +78,32 @@ inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
+// Sixteen 32-bit integers; their arithmetic is modulo 2^32.
+struct Ints {
+  __m512i v;
+};
+
+inline Ints ints(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+inline Ints load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int n>
+inline Ints shift_right(Ints a) {
+  return {_mm512_srli_epi32(a.v, n)};
+}
+inline Vec to_floats(Ints a) { return {_mm512_cvtepu32_ps(a.v)}; }
+
+// Some of the sixteen lanes; NaN is neither at least nor greater than anything.
+struct Lanes {
+  __mmask16 v;
+};
+
+inline Lanes at_least(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
+inline Lanes greater(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
+inline uint32_t bits(Lanes a) { return _cvtmask16_u32(a.v); }
+inline Vec keep(Lanes a, Vec b) { return {_mm512_maskz_mov_ps(a.v, b.v)}; }  // 0 in the other lanes
+
 #elif defined(__AVX2__)
 
 struct Vec {
@@ -133,6 +159,48 @@ inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(lo, upper)), _mm256_castsi256_ps(_mm256_and_si256(hi, upper))};
 }
+
+struct Ints {
+  __m256i lo, hi;
+};
+
+inline Ints ints(uint32_t x) {
+  const __m256i v = _mm256_set1_epi32(static_cast<int>(x));
+  return {v, v};
+}
+inline Ints load(const uint32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline Ints operator^(Ints a, Ints b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+template <int n>
+inline Ints shift_right(Ints a) {
+  return {_mm256_srli_epi32(a.lo, n), _mm256_srli_epi32(a.hi, n)};
+}
+// There is only a conversion of signed integers: both halves are exact, and their sum is rounded once.
+inline __m256 unsigned_to_floats(__m256i a) {
+  const __m256 upper = _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 16));
+  const __m256 lower = _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(0xffff)));
+  return _mm256_fmadd_ps(upper, _mm256_set1_ps(65536.0f), lower);
+}
+inline Vec to_floats(Ints a) { return {unsigned_to_floats(a.lo), unsigned_to_floats(a.hi)}; }
+
+struct Lanes {
+  __m256 lo, hi;
+};
+
+inline Lanes at_least(Vec a, Vec b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ)};
+}
+inline Lanes greater(Vec a, Vec b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ)};
+}
+inline uint32_t bits(Lanes a) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(a.lo)) | static_cast<uint32_t>(_mm256_movemask_ps(a.hi)) << 8;
+}
+inline Vec keep(Lanes a, Vec b) { return {_mm256_and_ps(a.lo, b.lo), _mm256_and_ps(a.hi, b.hi)}; }
 
 #else  // any processor
 
@@ -195,9 +263,74 @@ inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
   odd = each_lane([&](int i) { return to_float(p[2 * i + 1]); });
 }
 
+struct Ints {
+  uint32_t v[kLanes];
+};
+
+template <class F>
+inline Ints each_int(F f) {
+  Ints result;
+  for (int i = 0; i < kLanes; i++) result.v[i] = f(i);
+  return result;
+}
+
+inline Ints ints(uint32_t x) {
+  return each_int([&](int) { return x; });
+}
+inline Ints load(const uint32_t* p) {
+  return each_int([&](int i) { return p[i]; });
+}
+inline Ints operator+(const Ints& a, const Ints& b) {
+  return each_int([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Ints operator*(const Ints& a, const Ints& b) {
+  return each_int([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Ints operator^(const Ints& a, const Ints& b) {
+  return each_int([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+template <int n>
+inline Ints shift_right(const Ints& a) {
+  return each_int([&](int i) { return a.v[i] >> n; });
+}
+inline Vec to_floats(const Ints& a) {
+  return each_lane([&](int i) { return static_cast<float>(a.v[i]); });
+}
+
+struct Lanes {
+  bool v[kLanes];
+};
+
+inline Lanes at_least(const Vec& a, const Vec& b) {
+  Lanes result;
+  for (int i = 0; i < kLanes; i++) result.v[i] = a.v[i] >= b.v[i];
+  return result;
+}
+inline Lanes greater(const Vec& a, const Vec& b) {
+  Lanes result;
+  for (int i = 0; i < kLanes; i++) result.v[i] = a.v[i] > b.v[i];
+  return result;
+}
+inline uint32_t bits(const Lanes& a) {
+  uint32_t result = 0;
+  for (int i = 0; i < kLanes; i++) result |= static_cast<uint32_t>(a.v[i]) << i;
+  return result;
+}
+inline Vec keep(const Lanes& a, const Vec& b) {
+  return each_lane([&](int i) { return a.v[i] ? b.v[i] : 0.0f; });
+}
+
 #endif
 
 inline Vec zeros() { return broadcast(0.0f); }
+
+// The first `count` of sixteen floats; the rest is `fill`.
+inline Vec load_part(const float* p, int64_t count, float fill) {
+  if (count >= kLanes) return load(p);
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; i++) lanes[i] = i < count ? p[i] : fill;
+  return load(lanes);
+}
 
 // Lanes are added as a tree of fixed shape.
 inline float sum(const Vec& a) {
