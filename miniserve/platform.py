@@ -124,7 +124,7 @@ def _instruction_sets() -> tuple[str, ...]:
 
     avx2 = has("avx2", "fma3", "f16c")
     avx512 = avx2 and has("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
-    amx = avx512 and has("avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8") and torch.cpu._init_amx()
+    amx = avx512 and has("amx_tile", "amx_bf16", "amx_int8") and torch.cpu._init_amx()
     there = (("amx", amx), ("avx512", avx512), ("avx2", avx2), ("portable", True))
     return tuple(name for name, is_there in there if is_there)
 

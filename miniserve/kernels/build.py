@@ -29,7 +29,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisi
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 INSTRUCTION_SET_FLAGS = {
-    "amx": (*_AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": (),

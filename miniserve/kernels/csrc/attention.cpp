@@ -1,7 +1,7 @@
 // RoPE, cache write and paged attention of one layer, for decoding, prompts and parts of prompts alike.
 //
 // The query heads that share a key head, times the new tokens of a request, are the rows of a product with what the
-// cache holds (see kv_cache.h). Each span of 256 keys, which begins at a multiple of 256, has a softmax of its own, and
+// cache holds (see span.h). Each span of 256 keys, which begins at a multiple of 256, has a softmax of its own, and
 // spans are added up in their order (Dao et al., 2022): where a query stands in its step, or who computes what, does
 // not change its result.
 
@@ -10,13 +10,12 @@
 
 #include "kernels.h"
 #include "kv_cache.h"
+#include "span.h"
 #include "threads.h"
 
 namespace miniserve {
 namespace {
 
-constexpr int kSpanTiles = 8;  // of 32 keys each
-constexpr int kSpan = kSpanTiles * kChunk;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // below any score, yet a difference of two is finite
 constexpr float kLeast = -100.0f;  // the logarithm of the least probability: small, yet no product with it is denormal
@@ -173,9 +172,11 @@ struct Part {
 };
 
 // Attention of a thread's units. Owns the memory for it.
-template <class E, class C>
+template <class E, class Span>
 class UnitAttention {
  public:
+  using C = typename Span::CacheType;
+
   UnitAttention(const E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, E* out)
       : qkv_(qkv),
         heads_(heads),
@@ -183,7 +184,8 @@ class UnitAttention {
         cache_(cache),
         out_(out),
         group_(heads.num_heads / heads.num_kv_heads),
-        panels_(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk)) {}
+        panels_(num_panels(heads.head_dim)),
+        span_(cache, heads.head_dim) {}
 
   // A whole item. Meanwhile fetches the first keys of `next`, if there is one.
   void run(const Item& item, const Item* next) {
@@ -219,13 +221,11 @@ class UnitAttention {
     item_ = item;
     const int64_t seq_len = step_.seq_lens[item.request];
     const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
-    std::fill(&queries_[0][0], &queries_[0][0] + panels_ * kRowTileSize, E{});
     const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
     for (int row = 0; row < item.num_rows; row++) {
       end_[row] = seq_len - num_new + (item.first_row + row) / group_ + 1;
       begin_[row] = heads_.window > 0 ? std::max<int64_t>(0, end_[row] - heads_.window) : 0;
-      const E* query = qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim;
-      for (int64_t d = 0; d < heads_.head_dim; d++) queries_[d / kChunk][row * kChunk + d % kChunk] = query[d];
+      span_.set_query(row, qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim);
     }
   }
 
@@ -234,16 +234,10 @@ class UnitAttention {
   }
   int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
 
-  // The tiles of a span's keys.
-  struct Tiles {
-    CacheTile<C> data[kSpanTiles];
-    int count = 0;
-  };
-
-  Tiles tiles_of(const Item& item, int64_t span) const {
+  Tiles<C> tiles_of(const Item& item, int64_t span) const {
     const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
     const int64_t tiles_left = item.last_key / kChunk + 1 - span * kSpanTiles;
-    Tiles tiles;
+    Tiles<C> tiles;
     tiles.count = static_cast<int>(std::min<int64_t>(kSpanTiles, tiles_left));
     for (int t = 0; t < tiles.count; t++) {
       tiles.data[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
@@ -253,68 +247,21 @@ class UnitAttention {
 
   // The part of one span. While its keys are multiplied, its values are fetched; while these are, the next span's keys.
   void attend(int64_t span, Part& part, const Item* next, int64_t next_span) {
-    tiles_ = tiles_of(item_, span);
-    next_tiles_ = next ? tiles_of(*next, next_span) : Tiles{};
-    score();
-    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, part);
-    add_values(part);
-  }
-
-  // A panel of a tile's keys or values; with the last one, their scales.
-  void fetch(const C* tile, int panel) const {
-    const char* start = reinterpret_cast<const char*>(tile + panel * kChunkSize);
-    const int64_t scales = kIsQuantised && panel == panels_ - 1 ? kScaleBytes : 0;
-    for (int64_t byte = 0; byte < kChunkSize * static_cast<int64_t>(sizeof(C)) + scales; byte += 64) {
-      prefetch(start + byte);
-    }
-  }
-
-  // scores_ = queries x keys.
-  void score() {
-    const int batch = kIsQuantised ? std::max(1, kWidened / panels_) : tiles_.count;
-    for (int first = 0; first < tiles_.count; first += batch) {
-      const int end = std::min(first + batch, tiles_.count);
-      if constexpr (kIsQuantised) {
-        for (int i = 0; i < (end - first) * panels_; i++) {
-          const CacheTile<C>& tile = tiles_.data[first + i / panels_];
-          fetch(tile.values, i % panels_);
-          widen(tile.keys + i % panels_ * kChunkSize, widened_[i]);
-        }
-      }
-      for (int t = first; t < end; t++) {
-        const auto chunk_at = [&](int panel) -> const E* {
-          if constexpr (kIsQuantised) {
-            return widened_[(t - first) * panels_ + panel];
-          } else {
-            fetch(tiles_.data[t].values, panel);
-            return tiles_.data[t].keys + panel * kChunkSize;
-          }
-        };
-        multiply(&queries_[0][0], item_.num_rows, panels_, chunk_at, kNoFetch, &scores_[0][t * kChunk], kSpan);
-      }
-    }
-    if constexpr (kIsQuantised) gather_scales();
-  }
-
-  // The scales of the span's tokens, next to each other.
-  void gather_scales() {
-    for (int t = 0; t < tiles_.count; t++) {
-      const float *keys = cache_.scales(tiles_.data[t].keys), *values = cache_.scales(tiles_.data[t].values);
-      std::copy(keys, keys + kChunk, key_scales_ + t * kChunk);
-      std::copy(values, values + kChunk, value_scales_ + t * kChunk);
-    }
+    const Tiles<C> tiles = tiles_of(item_, span);
+    const Tiles<C> next_tiles = next ? tiles_of(*next, next_span) : Tiles<C>{};
+    span_.score(tiles, item_.num_rows, &scores_[0][0]);
+    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, tiles.count * kChunk, part);
+    span_.add_values(tiles, next_tiles, item_.num_rows, part.sums);
   }
 
   // The row's scores_ of keys from `first` on become probabilities, up to a factor that the part knows.
-  void softmax(int row, int64_t first, Part& part) {
+  void softmax(int row, int64_t first, int num_keys, Part& part) {
     float* scores = scores_[row];
-    const int num_keys = tiles_.count * kChunk;
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
     Vec most = broadcast(kLowest);
     for (int key = 0; key < num_keys; key += kLanes) {
       Vec x = load(scores + key) * broadcast(heads_.scale);
-      if constexpr (kIsQuantised) x = x * load(key_scales_ + key);
       if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
       x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
       store(scores + key, x);
@@ -326,11 +273,11 @@ class UnitAttention {
       Vec p = exp2(max(broadcast(kLeast), load(scores + key) - broadcast(now)));
       p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
-      if constexpr (kIsQuantised) p = hide(p * load(value_scales_ + key), begin - key, end - key, 0.0f);
-      store(&probs_[key / kChunk][row * kChunk + key % kChunk], p);
+      store(scores + key, p);
     }
     part.largest[row] = now;
     part.total[row] = sum(total);
+    span_.set_probs(row, scores, num_keys);
   }
 
   // x with `value` in the lanes before `begin` and from `end` on: keys that the row must not see.
@@ -344,24 +291,6 @@ class UnitAttention {
     return load(lanes);
   }
 
-  // The part's sums = probabilities x values.
-  void add_values(Part& part) {
-    for (int panel = 0; panel < panels_; panel++) {
-      const auto values_of = [&](int t) {
-        for (int i = t; i < next_tiles_.count; i += tiles_.count) fetch(next_tiles_.data[i].keys, panel);
-        return tiles_.data[t].values + panel * kChunkSize;
-      };
-      float* sums = part.sums + panel * kRowTileSize;
-      if constexpr (kIsQuantised) {
-        for (int t = 0; t < tiles_.count; t++) widen(values_of(t), widened_[t]);
-        const auto chunk_at = [&](int t) -> const E* { return widened_[t]; };
-        multiply(&probs_[0][0], item_.num_rows, tiles_.count, chunk_at, kNoFetch, sums, kChunk);
-      } else {
-        multiply(&probs_[0][0], item_.num_rows, tiles_.count, values_of, kNoFetch, sums, kChunk);
-      }
-    }
-  }
-
   void finish(const Item& item, const Part& whole) const {
     for (int row = 0; row < item.num_rows; row++) {
       E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
@@ -370,10 +299,6 @@ class UnitAttention {
       }
     }
   }
-
-  static constexpr int kMostPanels = kMostHeadDim / kChunk;
-  static constexpr bool kIsQuantised = !std::is_same_v<C, E>;
-  static constexpr int kWidened = 8;  // chunks of keys that are widened before they are multiplied; few enough for L1
 
   const E* qkv_;
   const Heads& heads_;
@@ -384,13 +309,9 @@ class UnitAttention {
   int panels_;
 
   Item item_{};
-  Tiles tiles_, next_tiles_;
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
-  alignas(64) E queries_[kMostPanels][kRowTileSize];
+  Span span_;
   alignas(64) float scores_[kTileRows][kSpan];
-  alignas(64) E probs_[kSpanTiles][kRowTileSize];
-  alignas(64) E widened_[kIsQuantised ? kMostPanels : 1][kChunkSize];
-  float key_scales_[kSpan], value_scales_[kSpan];
   alignas(64) float part_[Part::size(kMostPanels)], whole_[Part::size(kMostPanels)];
 };
 
@@ -399,11 +320,12 @@ class UnitAttention {
 template <class E, class C>
 void attention(E* qkv, const Heads& heads, const Step& step, C* cache_data, int64_t block_size, E* out,
                int num_threads) {
+  using Span = std::conditional_t<std::is_same_v<C, E>, PlainSpan<E>, DigitSpan<E>>;
   static thread_local Scratch memory;
   const Cache<C> cache(cache_data, heads, block_size);
   const std::vector<Item> items = items_of(heads, step);
   const Units units(items, num_threads);
-  const int64_t part_size = Part::size(static_cast<int>(round_up(heads.head_dim, kChunk) / kChunk));
+  const int64_t part_size = Part::size(num_panels(heads.head_dim));
   float* parts = units.are_spans() ? memory.get<float>(units.count() * part_size) : nullptr;
   Shares shares(units.count(), num_threads);
   std::atomic<int64_t> next_sum{0};
@@ -411,13 +333,13 @@ void attention(E* qkv, const Heads& heads, const Step& step, C* cache_data, int6
     const int64_t num_heads = step.num_tokens * (heads.num_heads + heads.num_kv_heads);
     prepare_heads(qkv, heads, step, cache, share(num_heads, thread, threads));
     barrier();
-    UnitAttention<E, C> attention(qkv, heads, step, cache, out);
-    TileRegisters registers(kTileRows);
+    UnitAttention<E, Span> attention(qkv, heads, step, cache, out);
+    TileRegisters registers = Span::registers();
     for (int64_t i = shares.next(thread), next; i >= 0; i = next) {
       next = shares.next(thread);
       const Item& item = items[units[i].item];
       const Item* next_item = next >= 0 ? &items[units[next].item] : nullptr;
-      registers.resize(item.num_rows);
+      registers.resize(Span::register_rows(item.num_rows));
       if (units.are_spans()) {
         Part part(parts + i * part_size);
         attention.run(item, units[i].spans.begin, part, next_item, next_item ? units[next].spans.begin : 0);
@@ -436,7 +358,7 @@ void attention(E* qkv, const Heads& heads, const Step& step, C* cache_data, int6
 
 template void attention(bf16*, const Heads&, const Step&, bf16*, int64_t, bf16*, int);
 template void attention(float*, const Heads&, const Step&, float*, int64_t, float*, int);
-template void attention(bf16*, const Heads&, const Step&, int8_t*, int64_t, bf16*, int);
-template void attention(float*, const Heads&, const Step&, int8_t*, int64_t, float*, int);
+template void attention(bf16*, const Heads&, const Step&, uint8_t*, int64_t, bf16*, int);
+template void attention(float*, const Heads&, const Step&, uint8_t*, int64_t, float*, int);
 
 }  // namespace miniserve

@@ -15,6 +15,11 @@ constexpr int kDigitTileSize = kTileRows * kDigitChunk;
 constexpr int kHalf = 16;  // columns
 constexpr int kDigitQuads = 16, kGroupQuads = 8;  // of a chunk of 64 k, and of one of 32
 
+// Where the code of (k, column) lies in a chunk of 32 k.
+inline int group_code_offset(int k, int column) {
+  return (column / kHalf) * (kGroupQuads * 64) + k / 4 * 64 + column % kHalf * 4 + k % 4;
+}
+
 // Sixteen sums, one a column.
 #if defined(__AVX512VNNI__)
 
@@ -55,6 +60,10 @@ struct CodeVec {
   __m256i lo, hi;
 };
 inline IntVec no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline IntVec load_ints(const int32_t* p) {
+  const auto* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
 inline void store(int32_t* p, IntVec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi);
@@ -100,6 +109,11 @@ struct CodeVec {
   uint8_t v[64];
 };
 inline IntVec no_ints() { return {}; }
+inline IntVec load_ints(const int32_t* p) {
+  IntVec a;
+  std::memcpy(a.v, p, sizeof a.v);
+  return a;
+}
 inline void store(int32_t* p, const IntVec& a) { std::memcpy(p, a.v, sizeof a.v); }
 inline Vec to_floats(const IntVec& a) {
   return each_lane([&](int i) { return static_cast<float>(a.v[i]); });
@@ -132,17 +146,23 @@ inline IntVec add_quad(IntVec sums, const CodeVec& codes, const int8_t* quad) {
 
 #endif
 
-// sums [R][32] of R rows of digits, over num_chunks chunks of 64 k.
-template <int R, class Codes>
+// Where chunk i of `quads` quads begins in a digit tile's rows.
+template <int quads>
+inline int64_t digits_at(int i) {
+  return quads == kDigitQuads ? i * kDigitTileSize : i / 2 * kDigitTileSize + i % 2 * (kDigitChunk / 2);
+}
+
+// sums [R][32] of R rows of digits, over num_chunks chunks.
+template <int quads, int R, class Codes>
 inline void multiply_digit_rows(const int8_t* left, int num_chunks, Codes& codes, int32_t* sums) {
   IntVec low[R], high[R];
   for (int r = 0; r < R; r++) low[r] = high[r] = no_ints();
   for (int i = 0; i < num_chunks; i++) {
     const uint8_t* chunk = codes(i);
-    for (int quad = 0; quad < kDigitQuads; quad++) {
-      const CodeVec first = load_codes(chunk + quad * 64), second = load_codes(chunk + (kDigitQuads + quad) * 64);
+    for (int quad = 0; quad < quads; quad++) {
+      const CodeVec first = load_codes(chunk + quad * 64), second = load_codes(chunk + (quads + quad) * 64);
       for (int r = 0; r < R; r++) {
-        const int8_t* digits = left + i * kDigitTileSize + r * kDigitChunk + quad * 4;
+        const int8_t* digits = left + digits_at<quads>(i) + r * kDigitChunk + quad * 4;
         low[r] = add_quad(low[r], first, digits);
         high[r] = add_quad(high[r], second, digits);
       }
@@ -154,60 +174,127 @@ inline void multiply_digit_rows(const int8_t* left, int num_chunks, Codes& codes
   }
 }
 
-// sums [rows][32] of up to 16 rows of digit tiles and num_chunks chunks of 64 k; codes(i) are those of chunk i. With AMX,
-// `TileRegisters` must be set up for these rows.
-template <class Codes>
+template <int quads, class Codes>
+inline void multiply_digits_in_vectors(const int8_t* left, int rows, int num_chunks, Codes codes, int32_t* sums) {
+  for (int first = 0; first < rows;) {
+    const int8_t* from = left + first * kDigitChunk;
+    int32_t* to = sums + first * kChunk;
+    const int group = rows - first;
+    if (group >= 8) {
+      multiply_digit_rows<quads, 8>(from, num_chunks, codes, to);
+      first += 8;
+    } else if (group >= 4) {
+      multiply_digit_rows<quads, 4>(from, num_chunks, codes, to);
+      first += 4;
+    } else if (group >= 2) {
+      multiply_digit_rows<quads, 2>(from, num_chunks, codes, to);
+      first += 2;
+    } else {
+      multiply_digit_rows<quads, 1>(from, num_chunks, codes, to);
+      first += 1;
+    }
+  }
+}
+
+// sums [rows][32] of up to 16 rows of digit tiles, over num_chunks chunks; codes(i) are those of chunk i. With AMX,
+// `TileRegisters` must be set up for these rows, of 4 bytes a quad.
+template <int quads, class Codes>
 inline void multiply_digits(const int8_t* left, int rows, int num_chunks, Codes codes, int32_t* sums) {
 #if defined(__AMX_INT8__)
   _tile_zero(0);
   _tile_zero(1);
   for (int i = 0; i < num_chunks; i++) {
     const uint8_t* chunk = codes(i);
-    _tile_loadd(4, left + i * kDigitTileSize, kDigitChunk);
+    _tile_loadd(4, left + digits_at<quads>(i), kDigitChunk);
     _tile_loadd(6, chunk, 64);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, chunk + kDigitQuads * 64, 64);
+    _tile_loadd(7, chunk + quads * 64, 64);
     _tile_dpbsud(1, 4, 7);
   }
   _tile_stored(0, sums, kChunk * 4);
   _tile_stored(1, sums + kHalf, kChunk * 4);
 #else
-  for (int first = 0; first < rows;) {
-    const int8_t* from = left + first * kDigitChunk;
-    int32_t* to = sums + first * kChunk;
-    const int group = rows - first;
-    if (group >= 8) {
-      multiply_digit_rows<8>(from, num_chunks, codes, to);
-      first += 8;
-    } else if (group >= 4) {
-      multiply_digit_rows<4>(from, num_chunks, codes, to);
-      first += 4;
-    } else if (group >= 2) {
-      multiply_digit_rows<2>(from, num_chunks, codes, to);
-      first += 2;
-    } else {
-      multiply_digit_rows<1>(from, num_chunks, codes, to);
-      first += 1;
-    }
-  }
+  multiply_digits_in_vectors<quads>(left, rows, num_chunks, codes, sums);
 #endif
 }
 
+// The same for two whole tiles that share the codes.
+template <int quads, class Codes>
+inline void multiply_digits_two(const int8_t* left, const int8_t* left2, int num_chunks, Codes codes, int32_t* sums,
+                                int32_t* sums2) {
 #if defined(__AMX_INT8__)
-
-// sums [rows][32] of up to 16 rows and one chunk of 32 k; `TileRegisters` must be set up for rows of 32 bytes.
-inline void multiply_digit_group(const int8_t* left, const uint8_t* codes, int32_t* sums) {
   _tile_zero(0);
   _tile_zero(1);
-  _tile_loadd(4, left, kDigitChunk);
-  _tile_loadd(6, codes, 64);
-  _tile_dpbsud(0, 4, 6);
-  _tile_loadd(7, codes + kGroupQuads * 64, 64);
-  _tile_dpbsud(1, 4, 7);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int i = 0; i < num_chunks; i++) {
+    const uint8_t* chunk = codes(i);
+    _tile_loadd(4, left + digits_at<quads>(i), kDigitChunk);
+    _tile_loadd(6, chunk, 64);
+    _tile_dpbsud(0, 4, 6);
+    _tile_loadd(7, chunk + quads * 64, 64);
+    _tile_dpbsud(1, 4, 7);
+    _tile_loadd(5, left2 + digits_at<quads>(i), kDigitChunk);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+  }
   _tile_stored(0, sums, kChunk * 4);
   _tile_stored(1, sums + kHalf, kChunk * 4);
+  _tile_stored(2, sums2, kChunk * 4);
+  _tile_stored(3, sums2 + kHalf, kChunk * 4);
+#else
+  multiply_digits_in_vectors<quads>(left, kTileRows, num_chunks, codes, sums);
+  multiply_digits_in_vectors<quads>(left2, kTileRows, num_chunks, codes, sums2);
+#endif
 }
 
-#endif
+constexpr float kDigitBase = 128.0f;
+constexpr float kLargestDigit = 127.0f;
+
+// row [size], whole vectors, becomes whole numbers of D digits; returns what one of them stands for. A row that is not
+// finite becomes zeros and NaN.
+template <int D>
+inline float make_whole(float* row, int64_t size) {
+  Vec most = zeros(), not_finite = zeros();
+  for (int64_t k = 0; k < size; k += kLanes) {
+    const Vec x = load(row + k);
+    most = max(most, max(x, zeros() - x));
+    not_finite = not_finite + (x - x);
+  }
+  constexpr float steps = D == 1 ? kLargestDigit : kLargestDigit * kDigitBase;
+  const float largest_size = largest(most);
+  const bool is_finite = sum(not_finite) == 0.0f;
+  const float inverse = is_finite && largest_size > 0.0f ? steps / largest_size : 0.0f;
+  for (int64_t k = 0; k < size; k += kLanes) {
+    store(row + k, is_finite ? round(load(row + k) * broadcast(inverse)) : zeros());
+  }
+  return is_finite ? largest_size / steps : std::nanf("");
+}
+
+// The digits of 32 whole numbers, those behind the first in the tile's next row. Adds them to sums [D].
+template <int D>
+inline void split_digits(const float* whole, int8_t* digits, int32_t* sums) {
+  int32_t first = 0, second = 0;
+  for (int i = 0; i < kChunk; i++) {
+    const auto x = static_cast<int32_t>(whole[i]);
+    const int32_t high = D == 1 ? x : (x + 64) >> 7;
+    first += high;
+    digits[i] = static_cast<int8_t>(high);
+    if (D == 2) {
+      second += x - 128 * high;
+      digits[kDigitChunk + i] = static_cast<int8_t>(x - 128 * high);
+    }
+  }
+  sums[0] += first;
+  if (D == 2) sums[D - 1] += second;
+}
+
+// 16 columns of products of D digit rows with codes around 128, as floats; sums are those of the rows' digits.
+template <int D>
+inline Vec whole_products(const int32_t* products, const int32_t* sums) {
+  const Vec first = to_floats(minus(load_ints(products), 128 * sums[0]));
+  if (D == 1) return first;
+  return fma(first, broadcast(kDigitBase), to_floats(minus(load_ints(products + kChunk), 128 * sums[D - 1])));
+}
 
 }  // namespace miniserve

@@ -104,7 +104,7 @@ struct Step {
 // Normalises and rotates queries and keys in place, writes keys and values to the cache, and attends.
 //
 // qkv [num_tokens][q | k | v heads][head_dim]; cache [num_blocks][block_size / 32][num_kv_heads][keys, values] of 32
-// tokens each (see kv_cache.h), of E or int8_t; out [num_tokens][num_heads][head_dim].
+// tokens each (see kv_cache.h), of E or uint8_t; out [num_tokens][num_heads][head_dim].
 template <class E, class C>
 void attention(E* qkv, const Heads& heads, const Step& step, C* cache, int64_t block_size, E* out, int num_threads);
 

@@ -19,8 +19,6 @@ namespace {
 constexpr int kGroup = 32;
 constexpr int kGroupCodes = kGroup * kChunk;
 constexpr int kHalvesBytes = kChunk * sizeof(uint16_t);  // scales, or offsets, of a chunk
-constexpr float kDigitBase = 128.0f;
-constexpr float kLargestDigit = 127.0f;
 
 int chunk_k(const Grid& grid) { return grid.whole_rows ? kDigitChunk : kGroup; }
 
@@ -107,21 +105,21 @@ class DigitRows {
 
   // Row m, of floats, which are overwritten.
   void set(int64_t m, float* row, const Grid& grid) {
-    Vec largest_size = zeros(), not_finite = zeros();
-    for (int64_t k = 0; k < padded_; k += kLanes) {
-      const Vec x = load(row + k);
-      largest_size = max(largest_size, max(x, zeros() - x));
-      not_finite = fma(x, zeros(), not_finite);
+    scales_[m] = make_whole<D>(row, padded_);
+    const int64_t first = m * D;
+    int8_t* target = tiles_ + first / kTileRows * kTileRows * padded_ + first % kTileRows * kDigitChunk;
+    int32_t* sums = sums_ + m * num_sums_;
+    std::fill(sums, sums + num_sums_, 0);
+    for (int64_t k = 0; k < padded_; k += kGroup) {
+      int8_t* digits = target + k / kDigitChunk * kDigitTileSize + k % kDigitChunk;
+      if (grid.whole_rows) {
+        split_digits<D>(row + k, digits, sums);
+      } else {
+        int32_t of_group[D] = {};
+        split_digits<D>(row + k, digits, of_group);
+        if (k < num_sums_ * kGroup) sums[k / kGroup] = D == 1 ? of_group[0] : 128 * of_group[0] + of_group[D - 1];
+      }
     }
-    constexpr float steps = D == 1 ? kLargestDigit : kLargestDigit * kDigitBase;
-    const float size = largest(largest_size);
-    const bool is_finite = sum(not_finite) == 0.0f;
-    scales_[m] = is_finite ? size / steps : std::nanf("");
-    const float inverse = is_finite && size > 0.0f ? steps / size : 0.0f;
-    for (int64_t k = 0; k < padded_; k += kLanes) {
-      store(row + k, is_finite ? round(load(row + k) * broadcast(inverse)) : zeros());
-    }
-    split(m, row, grid);
   }
 
   const int8_t* tile(int64_t index) const { return tiles_ + index * kTileRows * padded_; }
@@ -131,37 +129,6 @@ class DigitRows {
   const int32_t* sums(int64_t m) const { return sums_ + m * num_sums_; }
 
  private:
-  void split(int64_t m, const float* row, const Grid& grid) {
-    const int64_t first = m * D;
-    int8_t* target = tiles_ + first / kTileRows * kTileRows * padded_ + first % kTileRows * kDigitChunk;
-    int32_t* sums = sums_ + m * num_sums_;
-    std::fill(sums, sums + num_sums_, 0);
-    for (int64_t k = 0; k < padded_; k += kGroup) {
-      int8_t* digits = target + k / kDigitChunk * kDigitTileSize + k % kDigitChunk;
-      int32_t total = 0, first_total = 0;
-      for (int i = 0; i < kGroup; i++) {
-        const auto whole = static_cast<int32_t>(row[k + i]);
-        total += whole;
-        if (D == 1) {
-          digits[i] = static_cast<int8_t>(whole);
-        } else {
-          const int32_t high = (whole + 64) >> 7;
-          first_total += high;
-          digits[i] = static_cast<int8_t>(high);
-          digits[kDigitChunk + i] = static_cast<int8_t>(whole - 128 * high);
-        }
-      }
-      if (!grid.whole_rows) {
-        if (k < num_sums_ * kGroup) sums[k / kGroup] = total;
-      } else if (D == 1) {
-        sums[0] += total;
-      } else {
-        sums[0] += first_total;
-        sums[1] += total - 128 * first_total;
-      }
-    }
-  }
-
   int64_t padded_, num_sums_;
   int8_t* tiles_;
   float* scales_;
@@ -182,22 +149,19 @@ class QuantisedPanelProduct {
         chunk_bytes_(chunk_bytes(weight.grid)),
         codes_(codes) {}
 
-  // range.begin is a multiple of a tile's rows.
+  // range.begin is a multiple of two tiles' rows.
   void run(Range range, int64_t panel) const {
     const uint8_t* data = weight_.data + panel * num_chunks_ * chunk_bytes_;
-    for (int64_t m = range.begin; m < range.end; m += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, range.end - m);
+    for (int64_t m = range.begin; m < range.end; m += 2 * kRows) {
+      const int64_t count = std::min<int64_t>(2 * kRows, range.end - m);
       const bool is_first = m == range.begin;
       const int64_t ahead = is_first ? (range.end - m > 2 * kTileRows ? num_chunks_ * chunk_bytes_ : kFetchedAhead) : 0;
-      alignas(64) float sums[kRows * kChunk];
+      alignas(64) float sums[2 * kRows * kChunk];
       if (grid_.whole_rows) {
         multiply_whole_rows(data, m, count, panel, ahead, sums);
       } else {
-        multiply_groups(data, m, count, ahead, sums);
-      }
-      for (int64_t r = 0; r < count; r++) {
-        const Vec scale = broadcast(rows_.scale(m + r));
-        for (int i = 0; i < kChunk; i += kLanes) store(sums + r * kChunk + i, load(sums + r * kChunk + i) * scale);
+        multiply_groups(data, m, std::min<int64_t>(kRows, count), ahead, sums);
+        if (count > kRows) multiply_groups(data, m + kRows, count - kRows, 0, sums + kRows * kChunk);
       }
       output_.write(sums, m, count, panel);
     }
@@ -206,24 +170,28 @@ class QuantisedPanelProduct {
  private:
   static constexpr int kRows = kTileRows / D;  // of a digit tile
 
+  // sums [count][32] of up to two tiles.
   void multiply_whole_rows(const uint8_t* data, int64_t m, int64_t count, int64_t panel, int64_t ahead,
                            float* sums) const {
-    alignas(64) int32_t products[kTileRows * kChunk];
+    alignas(64) int32_t products[2][kTileRows * kChunk];
     const auto codes = [&](int i) {
       const uint8_t* chunk = data + i * chunk_bytes_;
       fetch(chunk, ahead);
       return chunk;
     };
-    multiply_digits(rows_.tile(m / kRows), static_cast<int>(count) * D, num_chunks_, codes, products);
+    const int8_t* left = rows_.tile(m / kRows);
+    if (count > kRows) {
+      multiply_digits_two<kDigitQuads>(left, rows_.tile(m / kRows + 1), num_chunks_, codes, products[0], products[1]);
+    } else {
+      multiply_digits<kDigitQuads>(left, static_cast<int>(count) * D, num_chunks_, codes, products[0]);
+    }
     const float* scales = weight_.scales + panel * kChunk;
     for (int64_t r = 0; r < count; r++) {
-      const int32_t* of_row = products + r * D * kChunk;
-      const int32_t* digit_sums = rows_.sums(m + r);
-      const int32_t base = 128 * digit_sums[0], second_base = D == 1 ? 0 : 128 * digit_sums[1];
-      for (int c = 0; c < kChunk; c++) {
-        float whole = static_cast<float>(of_row[c] - base);
-        if (D == 2) whole = whole * kDigitBase + static_cast<float>(of_row[kChunk + c] - second_base);
-        sums[r * kChunk + c] = whole * scales[c];
+      const int32_t* of_row = &products[0][0] + r * D * kChunk;
+      const Vec scale = broadcast(rows_.scale(m + r));
+      for (int i = 0; i < kChunk; i += kHalf) {
+        const Vec whole = whole_products<D>(of_row + i, rows_.sums(m + r));
+        store(sums + r * kChunk + i, whole * load(scales + i) * scale);
       }
     }
   }
@@ -290,8 +258,9 @@ class QuantisedPanelProduct {
       }
     }
     for (int r = 0; r < R; r++) {
-      store(sums + r * kChunk, low[r]);
-      store(sums + r * kChunk + kHalf, high[r]);
+      const Vec scale = broadcast(rows_.scale(m + r));
+      store(sums + r * kChunk, low[r] * scale);
+      store(sums + r * kChunk + kHalf, high[r] * scale);
     }
   }
 
@@ -321,11 +290,15 @@ class QuantisedPanelProduct {
         codes = unpacked;
       }
       const int8_t* left = rows_.tile(m / kRows) + group / 2 * kDigitTileSize + group % 2 * kGroup;
-      multiply_digit_group(left, codes, products[group % 2]);
+      multiply_digits<kGroupQuads>(left, kTileRows, 1, [codes](int) { return codes; }, products[group % 2]);
       // The products of the group before are back in memory by now.
       if (group > 0) add_groups<bits>(data, group - 1, m, count, products[(group - 1) % 2], sums);
     }
     add_groups<bits>(data, num_chunks_ - 1, m, count, products[(num_chunks_ - 1) % 2], sums);
+    for (int64_t r = 0; r < count; r++) {
+      const Vec scale = broadcast(rows_.scale(m + r));
+      for (int i = 0; i < kChunk; i += kLanes) store(sums + r * kChunk + i, load(sums + r * kChunk + i) * scale);
+    }
   }
 
   template <int bits>

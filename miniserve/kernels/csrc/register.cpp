@@ -261,7 +261,7 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
       attention(static_cast<E*>(qkv.data_ptr()), heads, step, cache_data, block_size, static_cast<E*>(out.data_ptr()),
                 num_threads());
     };
-    is_quantised ? run(static_cast<int8_t*>(cache.data_ptr())) : run(static_cast<E*>(cache.data_ptr()));
+    is_quantised ? run(static_cast<uint8_t*>(cache.data_ptr())) : run(static_cast<E*>(cache.data_ptr()));
   });
 }
 

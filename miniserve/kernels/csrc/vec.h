@@ -28,7 +28,6 @@ inline float to_float(bf16 x) {
 }
 
 inline float to_float(float x) { return x; }
-inline float to_float(int8_t x) { return x; }
 
 // Rounded to the nearest, ties to even; NaN stays NaN.
 inline bf16 to_bf16(float x) {
@@ -52,9 +51,6 @@ inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const bf16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
-}
-inline Vec load(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, Vec a) {
@@ -114,9 +110,6 @@ inline __m256 widen_bf16(const bf16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-inline __m256 widen_int8(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
 inline __m256i narrow_bf16(__m256 x) {  // the bf16 in the low half of each lane
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -128,7 +121,6 @@ inline __m256i narrow_bf16(__m256 x) {  // the bf16 in the low half of each lane
 inline Vec broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Vec load(const bf16* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
-inline Vec load(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
 inline void store(float* p, Vec a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
@@ -223,9 +215,6 @@ inline Vec load(const float* p) {
 }
 inline Vec load(const bf16* p) {
   return each_lane([&](int i) { return to_float(p[i]); });
-}
-inline Vec load(const int8_t* p) {
-  return each_lane([&](int i) { return static_cast<float>(p[i]); });
 }
 template <class T>
 inline void store(T* p, const Vec& a) {
