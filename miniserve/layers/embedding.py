@@ -27,6 +27,7 @@ class TokenMatrix(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.dtype = dtype
+        self._num_plain_bytes = vocab_size * hidden_size * dtype.itemsize
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
         self._native: Matrix | None = None
 
@@ -43,6 +44,11 @@ class TokenMatrix(nn.Module):
             return self._native.logits(hidden, norm.native)
         assert self.weight is not None
         return output_logits(norm(hidden, self.dtype), self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrix, in whatever layout it is."""
+        return self._num_plain_bytes if self._native is None else self._native.num_bytes
 
     def pack(self, kernels: NativeKernels | None, scheme: Scheme | None = None, grid: Grid | None = None) -> None:
         """Swap the loaded matrix for the kernels' layout, as `Linear.pack` does; without kernels it stays plain."""

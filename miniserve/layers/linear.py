@@ -29,7 +29,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self._native: Matrix | None = None
@@ -78,6 +78,13 @@ class Linear(nn.Module):
             return PackedMatrix(kernels, weight, bias, gate=self._is_gate)
         grid = scheme.grid(weight) if grid is None else grid
         return QuantisedMatrix(kernels, grid, bias, dtype=self.dtype, num_digits=scheme.num_digits, gate=self._is_gate)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight, in whatever layout it is."""
+        if self._native is not None:
+            return self._native.num_bytes
+        return self.out_features * self.in_features * self.dtype.itemsize
 
     _is_gate = False
 

@@ -91,6 +91,11 @@ class Transformer(nn.Module):
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
         return (self.embed if self.head is None else self.head).logits(hidden, self.norm)
 
+    @property
+    def bytes_of_step(self) -> int:
+        """Memory of the matrices that each step multiplies with."""
+        return sum(module.num_bytes for module in map(self.get_submodule, self.packed_modules()))  # type: ignore[misc]
+
     def packed_modules(self) -> frozenset[str]:
         """The names of the modules whose matrix gets a layout of its own.
 

@@ -40,12 +40,19 @@ def measure(threads: int) -> Speed:
     import torch
 
     torch.set_num_threads(threads)
-    memory = torch.ones(READ_BYTES // 4)
     left, right = (torch.randn(SIZE, SIZE).to(torch.bfloat16) for _ in range(2))
     return Speed(
-        gigabytes_per_second=READ_BYTES / _median_seconds(memory.sum) / 1e9,
+        gigabytes_per_second=bandwidth(),
         teraflops=2 * SIZE**3 / _median_seconds(lambda: left @ right) / 1e12,
     )
+
+
+def bandwidth() -> float:
+    """GB/s that torch's threads read from memory."""
+    import torch
+
+    memory = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / _median_seconds(memory.sum) / 1e9
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
