@@ -142,6 +142,8 @@ _TRANSFORMERS_SERVER = ("{python}", "-m", "transformers.cli.transformers", "serv
 ARMS: tuple[Arm, ...] = (
     _miniserve("miniserve"),
     _miniserve("miniserve, int8", "--quantization", "int8"),
+    _miniserve("miniserve, int4", "--quantization", "int4"),
+    _miniserve("miniserve, int8 KV", "--kv-cache-dtype", "int8"),
     _miniserve("miniserve, PyTorch's operators", "--kernels", "torch"),
     _llama_server("llama-server", "bf16"),
     _llama_server("llama-server, Q8_0", "q8_0"),
