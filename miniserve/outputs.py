@@ -38,11 +38,13 @@ class Thinking:
     Attributes:
         start, end: the tags around the reasoning, such as "<think>" and "</think>".
         inside: the prompt has opened the reasoning already: the output begins in it.
+        begun: the beginning of a tag with which the prompt ends: of the start tag, or inside of the end tag.
     """
 
     start: str
     end: str
     inside: bool = False
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ How a model reasons and calls is found in its chat template, and said at start; 
 - **Reasoning**, the text between the model's tags, is `message.reasoning_content` and, the same, `message.reasoning`; a
   message of the history may have it under either name. Both are absent where there is none. Stop strings and grammars
   do not apply to it. `usage.completion_tokens_details.reasoning_tokens` counts it, its tags included. Where the length
-  limit cuts it off, what may be the beginning of the end tag is not shown: a `<` that ends it by chance neither.
+  limit cuts an answer off, what may be the beginning of a tag is not shown: a `<` that is there by chance neither.
 - **Tool calls** are `message.tool_calls`; `content` is null where there is no text beside them. `finish_reason` is
   `tool_calls`, unless the answer was cut off. What a model writes is a call only if it can be read as one: all else
   stays text. With `tool_choice` required or a function, only calls that are valid against the schema can be written; so

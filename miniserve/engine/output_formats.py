@@ -20,7 +20,7 @@ from miniserve.text.messages import Message
 from miniserve.text.parsers.base import Tool
 from miniserve.text.parsers.formats import find_format
 from miniserve.text.parsers.tool_format import ToolFormat
-from miniserve.text.reasoning import find_thinking
+from miniserve.text.reasoning import find_thinking, thinking_behind
 from miniserve.text.tokenizer import Tokenizer
 
 _MAX_SEARCH_SECONDS = 2.0  # for the tool that is at fault, of many
@@ -107,8 +107,9 @@ class OutputFormats:
         if self.thinking is None or prompt.rstrip().endswith(self.thinking.end):
             return None
         final = messages[-1]["content"] if chat.continue_final_message else ""
-        is_open = final.rfind(self.thinking.start) > final.rfind(self.thinking.end)
-        if is_open or prompt.rstrip().endswith(self.thinking.start):
+        thinking = thinking_behind(final, self.thinking)
+        is_open = thinking is not None and thinking.inside
+        if is_open or (not final.strip() and prompt.rstrip().endswith(self.thinking.start)):
             if chat.reasoning_effort == "none":
                 why = "the final message opens the reasoning, which goes on"
                 if not is_open:
@@ -118,8 +119,8 @@ class OutputFormats:
                     + ("message" if is_open else "model"),
                     param="reasoning_effort",
                 )
-            return replace(self.thinking, inside=True)
-        return None if final.strip() else self.thinking
+            return thinking if is_open else replace(self.thinking, inside=True)
+        return thinking
 
     def _grammar(self, chat: ChatOptions, structure: StructuredOutput | None) -> Any:
         tools = chat.demanded_tools or chat.offered_tools

@@ -38,8 +38,11 @@ class OutputText:
         self._grammar: Grammar | None = output_format.grammar
         self._matcher: Matcher | None = None if self._grammar is None else self._grammar.start()
         self._tokenizer = tokenizer
-        self._start_tag = None if self._matcher is None or thinking is None else StartTag(tokenizer, thinking.start)
+        self._start_tag: StartTag | None = None
         self._has_left = False  # what has begun is no answer: the start tag has to follow
+        if self._matcher is not None and thinking is not None and not thinking.inside:
+            self._start_tag = StartTag(tokenizer, thinking.start, thinking.begun)
+            self._has_left = bool(thinking.begun)
         self._has_ended = False  # by an end token, in which case no start tag follows
         self._break_ids = {} if self._matcher is None or thinking is None else _break_ids(self._matcher)
         self._num_breaks = 0  # line breaks between reasoning and answer
@@ -102,7 +105,8 @@ class OutputText:
         return reasoning, content
 
     def _flush(self, *, is_cut: bool) -> tuple[str, str]:
-        half = "" if is_cut and self.is_reasoning else self._detokenizer.flush()  # of a character: it may be a tag's
+        may_be_tag = self._splitter.phase is not Phase.CONTENT
+        half = "" if is_cut and may_be_tag else self._detokenizer.flush()  # of a character
         ends = (self._splitter.push(half), self._splitter.flush(is_cut=is_cut))
         reasoning, content = ("".join(parts) for parts in zip(*ends, strict=True))
         return reasoning, "" if self._has_left else content

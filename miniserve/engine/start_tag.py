@@ -15,14 +15,14 @@ class StartTag:
     """Follows the first tokens of one answer.
 
     The first token of the tag is the one with which the model's tokenizer spells it: any other is more likely to begin
-    something else. Once it has begun, it may go on in any tokens.
+    something else. Once it has begun, in the prompt perhaps, it may go on in any tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tag: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, tag: str, begun: str = "") -> None:
         self._tokenizer = tokenizer
         self._tag = tag.encode()
         self._first_ids = _first_ids(tokenizer, tag)
-        self._seen = b""
+        self._seen = begun.encode()
 
     @property
     def next_ids(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ it, has reasoning. Everything behind the end tag is the answer, whatever tags it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum, auto
 
 from miniserve.outputs import Thinking
@@ -40,7 +41,7 @@ class ReasoningSplitter:
 
     Neither part has the white space at the tags: around the reasoning, and before the answer behind it. Without a start
     tag at the beginning everything is the answer, white space and later tags included; without an end tag everything is
-    reasoning.
+    reasoning. What the prompt has of a tag counts, but is never shown.
 
     Args:
         thinking: None where no reasoning is looked for.
@@ -57,10 +58,16 @@ class ReasoningSplitter:
         else:
             self.phase = Phase.REASONING if thinking.inside else Phase.START
         self.has_reasoning = self.phase is Phase.REASONING
-        self._held = ""  # may become a tag
+        self._held = "" if thinking is None else thinking.begun  # may become a tag
+        self._num_hidden = len(self._held)  # at the beginning: characters of the prompt
         self._spaces = ""  # white space behind reasoning that was shown
         self._has_shown = False  # some reasoning was shown
         self._drops_spaces = False  # white space behind the end tag
+
+    @property
+    def held(self) -> str:
+        """What may become a tag, or a part of one."""
+        return self._held
 
     @property
     def awaits_answer(self) -> bool:
@@ -77,33 +84,42 @@ class ReasoningSplitter:
     def flush(self, *, is_cut: bool = False) -> tuple[str, str]:
         """End the text: what was held back became no tag.
 
-        `is_cut`: it would have gone on. Then the beginning of an end tag is taken for one, and not shown.
+        `is_cut`: it would have gone on. Then the beginning of a tag is taken for one, and not shown.
         """
         held, self._held = self._held, ""
+        if is_cut and held.strip():
+            held = ""
         if self.phase is Phase.START:
             self.phase = Phase.CONTENT
-            return "", held
-        return self._reasoning("" if is_cut else held), ""
+            return "", self._shown(held)
+        return self._reasoning(self._shown(held)), ""
 
     def _begin(self, seen: str) -> tuple[str, str]:
         text = seen.lstrip()
         if text.startswith(self._start):
-            self.phase, self.has_reasoning = Phase.REASONING, True
+            self.phase, self.has_reasoning, self._num_hidden = Phase.REASONING, True, 0
             return self._reason(text[len(self._start) :])
         if self._start.startswith(text):
             self._held = seen
             return "", ""
         self.phase = Phase.CONTENT
-        return "", seen
+        return "", self._shown(seen)
 
     def _reason(self, seen: str) -> tuple[str, str]:
         reasoning, tag, content = seen.partition(self._end)
         if tag:
-            self.phase, self._drops_spaces = Phase.CONTENT, True
+            reasoning = self._shown(reasoning)
+            self.phase, self._drops_spaces, self._num_hidden = Phase.CONTENT, True, 0
             return self._reasoning(reasoning), self._content(content)
         shown = len(seen) - _overlap(seen, self._end)
         self._held = seen[shown:]
-        return self._reasoning(seen[:shown]), ""
+        return self._reasoning(self._shown(seen[:shown])), ""
+
+    def _shown(self, text: str) -> str:
+        """Without what the prompt has of it."""
+        hidden = min(self._num_hidden, len(text))
+        self._num_hidden -= hidden
+        return text[hidden:]
 
     def _reasoning(self, text: str) -> str:
         """Without white space at its ends; what may be in its middle waits for more."""
@@ -118,6 +134,18 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._drops_spaces = not text
         return text
+
+
+def thinking_behind(text: str, thinking: Thinking) -> Thinking | None:
+    """How the reasoning goes on behind the beginning of an answer: `thinking`, inside or with a tag that has begun.
+
+    None where the answer itself has begun, or comes next.
+    """
+    splitter = ReasoningSplitter(thinking)
+    splitter.push(text)
+    if splitter.phase is Phase.CONTENT:
+        return None
+    return replace(thinking, inside=splitter.phase is Phase.REASONING, begun=splitter.held.lstrip())
 
 
 def answer_in(text: str, thinking: Thinking | None) -> str:

@@ -112,6 +112,26 @@ def test_reasoning_is_no_part_of_it(
     assert (output.reasoning, output.text) == (reasoning, added)
 
 
+@pytest.mark.parametrize(
+    ("beginning", "line", "reasoning", "text"),
+    [
+        ("<thi", "nk>hm</think>yes", "hm", "yes"),
+        ("<think>hm</", "think>\n\nyes", "", "yes"),
+        ("<think>hm<", "b</think>yes", "b", "yes"),
+    ],
+)
+def test_half_a_tag_goes_on(grammars: GrammarCompiler, beginning: str, line: str, reasoning: str, text: str) -> None:
+    """Bug: the other half was text, and with it the whole answer."""
+    output = going_on(grammars, beginning, line, thinks=True)
+    assert (output.reasoning, output.text) == (reasoning, text)
+
+
+def test_a_tag_in_the_answer_opens_nothing(grammars: GrammarCompiler) -> None:
+    """Bug: the rest of the answer was reasoning, and kept to no structure."""
+    output = going_on(grammars, "a <think>", "no", StructuredOutput.choice(["a <think> b"]), thinks=True)
+    assert (output.reasoning, output.text) == ("", " b")
+
+
 def test_text_before_calls_that_are_demanded_is_free(grammars: GrammarCompiler) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}'
     asked = replace(CHOICE, sent_as="response_format")

@@ -174,6 +174,11 @@ def test_what_templates_see_of_the_effort(effort: str) -> None:
         ("<think>", INSIDE),
         ("<think>Hm</think>", None),
         ("<think>Hm</think>Yes", None),
+        ("<think>Hm</think>The tag is <think>", None),
+        ('{"tag": "<think>', None),
+        ("It is <think> and", None),
+        ("<think>Hm</", replace(INSIDE, begun="</")),
+        ("<thi", replace(THINK, begun="<thi")),
         ([{"type": "text", "text": "<think>Hm"}], INSIDE),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_stop_token_is_shown_where_it_came(text: str, expected: tuple[str, str
     [
         ("<think>ab c", ("ab c", "")),
         ("<think>a  ", ("a", "")),
-        ("  <thi", ("", "  <thi")),
+        ("  <thi", ("", "")),
         ("<think>a </t", ("a", "")),
         ("<think>a </th\u00e9", ("a </th\u00e9", "")),
         ("<think>1 <", ("1", "")),
@@ -172,7 +172,7 @@ def test_a_stop_token_is_shown_where_it_came(text: str, expected: tuple[str, str
     ],
 )
 def test_length_in_the_reasoning(text: str, expected: tuple[str, str]) -> None:
-    """Bug: half of an end tag of many tokens was shown as reasoning."""
+    """Bug: half of a tag of many tokens was shown."""
     line = encode(text, TOKENIZER)
     output = answer(line, TOKENIZER, max_tokens=len(line))
     assert (output.reasoning, output.text, output.finish_reason) == (*expected, FinishReason.LENGTH)
@@ -191,6 +191,14 @@ def test_half_a_character_of_an_end_tag_is_cut_off_with_it() -> None:
     for length in range(1, len(line) + 1):
         output = answer(line, TOKENIZER, thinking, max_tokens=length)
         assert (output.reasoning, output.text, output.finish_reason) == ("a", "", FinishReason.LENGTH)
+
+
+def test_half_a_character_of_a_start_tag_is_cut_off_with_it() -> None:
+    thinking = Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7")
+    line = encode("\u25c1think\u25b7", TOKENIZER)
+    for length in range(1, len(line) + 1):
+        output = answer(line, TOKENIZER, thinking, max_tokens=length)
+        assert (output.reasoning, output.text, output.finish_reason) == ("", "", FinishReason.LENGTH)
 
 
 def test_half_a_character_before_the_end_tag() -> None:

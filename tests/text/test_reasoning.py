@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniserve.outputs import Thinking
-from miniserve.text.reasoning import Phase, ReasoningSplitter, answer_in, find_thinking
+from miniserve.text.reasoning import Phase, ReasoningSplitter, answer_in, find_thinking, thinking_behind
 
 THINK = Thinking("<think>", "</think>")
 INSIDE = Thinking("<think>", "</think>", inside=True)
@@ -107,13 +107,54 @@ def test_inside(text: str, expected: tuple[str, str]) -> None:
         ("<think>why </thi ", ("why </thi", "")),
         ("<think>", ("", "")),
         ("<think>why</think>because </thi", ("why", "because </thi")),
-        ("  <thi", ("", "  <thi")),
+        ("  <thi", ("", "")),
+        ("<", ("", "")),
+        ("  ", ("", "  ")),
+        ("  <thick", ("", "  <thick")),
         ("because </thi", ("", "because </thi")),
     ],
 )
-def test_a_cut_in_the_end_tag_leaves_none_of_it(text: str, expected: tuple[str, str]) -> None:
+def test_a_cut_in_a_tag_leaves_none_of_it(text: str, expected: tuple[str, str]) -> None:
     for pushes in ([text], list(text)):
         assert split(THINK, pushes, is_cut=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("inside", "begun", "text", "expected"),
+    [
+        (False, "<thi", "nk>\nwhy</think>because", ("why", "because")),
+        (False, "<thi", "ck", ("", "ck")),
+        (False, "<thi", "", ("", "")),
+        (True, "</", "think>\nbecause", ("", "because")),
+        (True, "</", "b> why</think>because", ("b> why", "because")),
+        (True, "</", "</think>because", ("", "because")),
+        (True, "</think", "", ("", "")),
+    ],
+)
+def test_a_tag_that_the_prompt_begins(inside: bool, begun: str, text: str, expected: tuple[str, str]) -> None:
+    thinking = Thinking("<think>", "</think>", inside=inside, begun=begun)
+    for pushes in ([text], list(text)):
+        assert split(thinking, pushes) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "begun"),
+    [
+        ("", False, ""),
+        ("\n", False, ""),
+        ("\n<think", False, "<think"),
+        ("<think>", True, ""),
+        ("<think>why </", True, "</"),
+    ],
+)
+def test_how_reasoning_goes_on(text: str, inside: bool, begun: str) -> None:
+    assert thinking_behind(text, THINK) == Thinking("<think>", "</think>", inside=inside, begun=begun)
+
+
+@pytest.mark.parametrize("text", ["so", "a <think>", "<think>why</think>", "<think>why</think>so <think>", "</think>"])
+def test_an_answer_that_has_begun(text: str) -> None:
+    """Bug: a start tag anywhere in it opened the reasoning, and no structure was kept."""
+    assert thinking_behind(text, THINK) is None
 
 
 def test_nothing_is_looked_for() -> None:
