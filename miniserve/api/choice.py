@@ -12,7 +12,7 @@ from miniserve.engine.answer import AnswerDelta, ReasoningDelta, deltas_of
 from miniserve.outputs import EngineOutput, FinishReason
 from miniserve.text.parsers.base import CallStart, TextDelta, ToolParser
 
-TOOL_CALLS = "tool_calls"  # the finish reason of an answer that calls; to the engine, it has stopped
+TOOL_CALLS = "tool_calls"  # the finish reason of an answer of whole calls; to the engine, it has stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class Choice:
     @property
     def finish_reason(self) -> str | None:
         """Why it ended, in the API's words; None while it goes on."""
-        if self._finish_reason is FinishReason.STOP and self.call_ids:
+        broke_off = self.tools is not None and self.tools.parser.broke_off
+        if self._finish_reason is FinishReason.STOP and self.call_ids and not broke_off:
             return TOOL_CALLS
         return None if self._finish_reason is None else self._finish_reason.value
 

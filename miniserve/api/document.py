@@ -49,9 +49,10 @@ How a model reasons and calls is found in its chat template, and said at start; 
   do not apply to it. `usage.completion_tokens_details.reasoning_tokens` counts it, its tags included. Where the length
   limit cuts an answer off, what may be the beginning of a tag is not shown: a `<` that is there by chance neither.
 - **Tool calls** are `message.tool_calls`; `content` is null where there is no text beside them. `finish_reason` is
-  `tool_calls`, unless the answer was cut off. What a model writes is a call only if it can be read as one: all else
-  stays text. With `tool_choice` required or a function, only calls that are valid against the schema can be written; so
-  it is with auto for tools that are `strict`.
+  `tool_calls` only where the arguments of all are whole: it is `length` or `stop` where the answer, or a call in it,
+  broke off. What a model writes is a call only if it can be read as one: all else stays text. With `tool_choice`
+  required or a function, only calls that are valid against the schema can be written; so it is with auto for tools that
+  are `strict`.
 - **Structured answers** can only be what was asked for, but for the end where `max_tokens` cuts them off. A schema that
   cannot be compiled, or has a keyword that cannot be kept, is a 400. `strict` in a `json_schema` changes nothing.
 - **Ids**: with `return_token_ids`, chat answers have `prompt_token_ids` (in a stream, the first chunk has them) and

@@ -54,7 +54,7 @@ def parse_tool_choice(value: Any) -> tuple[ToolChoice, str | None]:
         )
     if kind != "function":
         raise UnsupportedParameterError(
-            f"tool_choice of type {shown_json(kind)} is not implemented: it {_TOOL_CHOICE_SHAPES}", param="tool_choice"
+            f"tool_choice.type must be 'function', got {shown_json(kind)}: no other is implemented", param="tool_choice"
         )
     function = value.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -224,6 +224,8 @@ def _kind(value: Any) -> str:
     """JSON's name for the type of a wrong value: the value itself may be huge, or too deep to print."""
     if isinstance(value, bool):
         return "a boolean"
+    if value == "":
+        return "an empty string"
     names: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (str, "a string"),
         ((int, float), "a number"),

@@ -153,6 +153,24 @@ def test_a_call_that_is_cut_off_has_ended_by_length() -> None:
         assert choice["finish_reason"] == "length" and made["function"]["arguments"].startswith('{"city": "')
 
 
+@pytest.mark.parametrize(
+    ("line", "fields", "reason"),
+    [
+        (PARIS, {"stop": "Paris"}, "stop"),
+        (PARIS, {"stop": "\n</tool"}, "tool_calls"),
+        (f"{PARIS}\n{ROME}", {"stop": "Rome"}, "stop"),
+        (PARIS.replace('"Paris', "Paris"), {}, "stop"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_broke_off_is_not_to_be_run(line: str, fields: dict[str, Any], reason: str, stream: bool) -> None:
+    """Bug: where its arguments were no JSON, or a stop string had cut them, the answer ended as one of whole calls."""
+    with says(line) as api:
+        answer = api.chat(tools=TOOLS, stream=stream, **fields)
+        [choice] = answer.events()[-1]["choices"] if stream else answer.json()["choices"]
+        assert choice["finish_reason"] == reason
+
+
 def test_what_is_no_call_is_text() -> None:
     """Bug kind: a call that does not parse was a 500."""
     with says(LINES["broken"]) as api:

@@ -48,6 +48,15 @@ def test_the_parser_is_told_of_a_cut(reason: FinishReason, stop_reason: int | st
     assert join_deltas(deltas_of(last, parser)).text == text
 
 
+@pytest.mark.parametrize(("end", "broke_off"), [(-16, True), (-len("}\n</tool_call>"), False), (len(CALL), False)])
+def test_a_stop_string_within_arguments_breaks_the_call_off(end: int, broke_off: bool) -> None:
+    """Bug: such an answer ended as one whose calls are whole."""
+    parser = HermesFormat().parser([])
+    last = replace(output(CALL[:end], finish_reason=FinishReason.STOP), stop_reason="stop")
+    [call] = join_deltas(deltas_of(last, parser)).tool_calls
+    assert call.name == "f" and parser.broke_off is broke_off
+
+
 def test_joining() -> None:
     parser = HermesFormat().parser([])
     outputs = [output("", "why"), output("so: " + CALL[:20]), output(CALL[20:], finish_reason=FinishReason.STOP)]

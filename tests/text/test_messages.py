@@ -51,7 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (result(""), r"\.tool_call_id must be "),
     (result("2"), r"messages\[2\]\.tool_call_id is '2', but no message before it has a tool call of this id"),
     (calls(call(None)), r"messages\[2\]\.tool_calls\[0\]\.id must be a non-empty string, got null"),
-    (calls(call("")), r"\.id must be a non-empty string"),
+    (calls(call("")), r"\.id must be a non-empty string, got an empty string"),
     (calls(call("7"), call("7")), r"messages\[2\]\.tool_calls\[1\]\.id is '7' again"),
     ({**USER, "tool_calls": [call()]}, r"messages\[2\]\.tool_calls: only .* 'assistant' call tools; this is of 'user'"),
     ({**USER, "content": None}, r"messages\[2\]\.content of the role 'user' must be text or text parts, got null"),

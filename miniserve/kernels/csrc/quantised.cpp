@@ -286,7 +286,7 @@ class QuantisedPanelProduct {
       const uint8_t* codes = chunk;
       if (bits == 4) {
         uint8_t* unpacked = codes_ + group * kGroupCodes;
-        if (ahead != 0) unpack_codes(chunk, unpacked);
+        if (ahead != 0) unpack_codes(chunk, unpacked);  // who fetches the panel unpacks it for those that follow
         codes = unpacked;
       }
       const int8_t* left = rows_.tile(m / kRows) + group / 2 * kDigitTileSize + group % 2 * kGroup;

@@ -143,6 +143,11 @@ Delta = TextDelta | CallStart | ArgumentsDelta
 class ToolParser(ABC):
     """Reads the text of one answer as it is generated. The joined deltas do not depend on how it is cut into pushes."""
 
+    @property
+    @abstractmethod
+    def broke_off(self) -> bool:
+        """Whether a call has ended within its arguments, which are no JSON then: such an answer calls nothing whole."""
+
     @abstractmethod
     def push(self, text: str) -> list[Delta]:
         """Add generated text; returns what is certain now."""
@@ -152,11 +157,19 @@ class ToolParser(ABC):
         """End the text; returns what was held back. `is_cut`: the answer would have gone on."""
 
 
-class CallsOnly(ToolParser):
-    """Of an answer that had to be calls, the calls alone: any text is the beginning of one that was cut off."""
+class _Wrapper(ToolParser):
+    """Chooses among the deltas of another parser."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
+
+    @property
+    def broke_off(self) -> bool:
+        return self._parser.broke_off
+
+
+class CallsOnly(_Wrapper):
+    """Of an answer that had to be calls, the calls alone: any text is the beginning of one that was cut off."""
 
     def push(self, text: str) -> list[Delta]:
         """As `ToolParser.push`."""
@@ -167,44 +180,47 @@ class CallsOnly(ToolParser):
         return _without_text(self._parser.flush(is_cut=is_cut))
 
 
-class CallsOrAnswer(ToolParser):
-    """Of an answer that is either calls or something else: with no text beside calls, nor the beginning of one.
+class CallsOrAnswer(_Wrapper):
+    """Of an answer that is either calls or something else, held to a structure: the calls alone, or all as it is.
 
-    What a cut leaves can be told only by how it begins: a part of `opening` may be that of either, and is shown only
-    where the answer has come to its end.
+    The beginning decides, and is held back until it has. What may be that of a tag is not shown where it is cut off.
 
     Args:
-        opening: what every answer that calls begins with.
+        opening: what every answer that calls begins with, up to where its first call is certain.
     """
 
-    def __init__(self, parser: ToolParser, opening: str) -> None:
-        self._parser = parser
+    def __init__(self, parser: ToolParser, opening: re.Pattern[str]) -> None:
+        super().__init__(parser)
         self._opening = opening
-        self._is_answer = False
-        self._calls = False
+        self._held = ""
+        self._calls: bool | None = None  # once it is decided
 
     def push(self, text: str) -> list[Delta]:
         """As `ToolParser.push`."""
-        return self._one_of_both(self._parser.push(text))
+        if self._calls is False:
+            return [TextDelta(text)] if text else []
+        self._held += text
+        return self._decided(self._parser.push(text))
 
     def flush(self, *, is_cut: bool = False) -> list[Delta]:
         """As `ToolParser.flush`."""
+        if self._calls is False:
+            return []
         deltas = self._parser.flush(is_cut=is_cut)
-        held = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).lstrip()
-        if is_cut and not self._is_answer and (held.startswith(self._opening) or self._opening.startswith(held)):
-            return _without_text(deltas)
-        return self._one_of_both(deltas)
+        # Without its tag, a call looks like any answer in JSON, and is shown like one.
+        is_tag = self._calls is None and not self._held.lstrip().startswith("{")
+        return [] if is_cut and is_tag else self._decided(deltas)
 
-    def _one_of_both(self, deltas: list[Delta]) -> list[Delta]:
-        result: list[Delta] = []
-        for delta in deltas:
-            is_text = isinstance(delta, TextDelta)
-            if is_text and self._calls and not self._is_answer:
-                continue
-            self._is_answer |= is_text
-            self._calls |= not is_text
-            result.append(delta)
-        return result
+    def _decided(self, deltas: list[Delta]) -> list[Delta]:
+        """What may be shown. The first delta says which it is: text comes first in an answer without calls."""
+        if self._calls is None and deltas:
+            self._calls = isinstance(deltas[0], CallStart) and self._opening.match(self._held) is not None
+        if self._calls is False:
+            held, self._held = self._held, ""
+            return [TextDelta(held)]
+        if self._calls:
+            self._held = ""
+        return _without_text(deltas)
 
 
 def _without_text(deltas: list[Delta]) -> list[Delta]:

@@ -4,12 +4,11 @@ The rules, the same for every syntax and however the text is cut:
 
 - White space before and after a call is not shown. But texts with calls between them stay apart: by the white space
   before the first of these if it has a line break, else by a line break.
-- A call starts when its name is known; arguments that came before it follow at once.
-- What goes wrong before the name is known was no call: it is text, exactly as the model wrote it, and what follows is
-  read on from the place of the fault.
-- What goes wrong later ends the arguments there, whole or not. The rest of the call is dropped.
-- A call that the end of the text cuts off has the arguments that came.
-- A call without arguments, or with null, has `{}`.
+- A call starts when its name is known and its arguments begin; those that came before the name follow at once.
+- What goes wrong before that was no call: it is text, exactly as the model wrote it, and what follows is read on from
+  the place of the fault. So is what the end of the text cuts off there.
+- What goes wrong later, or is cut off, ends the arguments there, whole or not. The rest of the call is dropped.
+- A call without arguments, or with null, has `{}`. What else is in its object is skipped.
 
 Does not know any syntax beyond the JSON object that most of them have in common.
 """
@@ -33,6 +32,7 @@ _WHOLE = re.compile(
     r"(?:[^\\\"]|\\[^u]|\\u(?:[0-9a-cefA-CEF]...|[dD][0-7]..)|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*", re.DOTALL
 )
 _LONGEST_ESCAPE = len(r"\ud83d\ude00")
+_OTHER_MEMBERS = ("id", "type")  # that models add to a call
 
 
 class Outcome(Enum):
@@ -40,14 +40,14 @@ class Outcome(Enum):
 
     TEXT = auto()  # it was none
     WHOLE = auto()
-    BROKEN = auto()  # it went wrong, or was cut off, after its name
+    BROKEN = auto()  # it went wrong, or was cut off, after its start
 
 
 class CallParser(ToolParser):
     """Drives `_read`, the generator that knows the syntax, and collects what it finds.
 
     Args:
-        known_only: a call of a function that is not among `tools` is text.
+        known_only: an object that names a function not among `tools`, or has members that no call has, is text.
     """
 
     def __init__(self, tools: Sequence[Tool], max_calls: int | None, *, known_only: bool = False) -> None:
@@ -61,10 +61,17 @@ class CallParser(ToolParser):
         self._gap = ""  # between text that was shown and text behind calls
         self._has_text = False  # some was shown
         self._num_calls = 0  # the dropped ones too
-        self._named = False  # the call that is being read
-        self._argued = False
+        self._broke_off = False
+        self._callee = ""  # of the call that is being read, once known
+        self._started = False
+        self._argued = False  # its arguments are whole
         self._early: list[str] = []  # arguments before the name
         self._reading = self._read()
+
+    @property
+    def broke_off(self) -> bool:
+        """As `ToolParser.broke_off`."""
+        return self._broke_off
 
     def push(self, text: str) -> list[Delta]:
         """As `ToolParser.push`."""
@@ -104,16 +111,17 @@ class CallParser(ToolParser):
     def _call(self, beginning: str, content: Wait[None]) -> Wait[Outcome]:
         """Read one call: `content`, after `beginning`, which has been taken already."""
         self._reader.keep(beginning)
-        self._named = self._argued = False
+        self._callee, self._started, self._argued = "", False, False
         self._early.clear()
         try:
             yield from content
-            if not self._named:
+            if not self._callee:
                 raise Malformed
             if not self._argued:
                 self._argue("{}")
         except Malformed:
-            if self._named:
+            if self._started:
+                self._broke_off |= not (self._argued or self._dropped)
                 return Outcome.BROKEN
             self._show(self._reader.kept())
             return Outcome.TEXT
@@ -121,9 +129,25 @@ class CallParser(ToolParser):
 
     def _name(self, name: str) -> None:
         """The call's name is known."""
-        if self._named or not name or (self._known_only and name not in self._tools):
+        if self._callee or not name or (self._known_only and name not in self._tools):
             raise Malformed
-        self._named = True
+        self._callee = name
+        early, self._early = self._early, []
+        for text in early:
+            self._argue(text)
+
+    def _argue(self, text: str) -> None:
+        """More of the call's arguments: with the first the call starts."""
+        if not self._callee:
+            self._early.append(text)
+            return
+        if not self._started:
+            self._start()
+        if not self._dropped:
+            self._deltas.append(ArgumentsDelta(self._num_calls - 1, text))
+
+    def _start(self) -> None:
+        self._started = True
         self._num_calls += 1
         self._reader.kept()
         if self._has_text and not self._gap:
@@ -132,17 +156,7 @@ class CallParser(ToolParser):
         self._space.clear()
         self._after_call = True
         if not self._dropped:
-            self._deltas.append(CallStart(self._num_calls - 1, name))
-        for text in self._early:
-            self._argue(text)
-
-    def _argue(self, text: str) -> None:
-        """More of the call's arguments."""
-        self._argued = True
-        if not self._named:
-            self._early.append(text)
-        elif not self._dropped:
-            self._deltas.append(ArgumentsDelta(self._num_calls - 1, text))
+            self._deltas.append(CallStart(self._num_calls - 1, self._callee))
 
     @property
     def _dropped(self) -> bool:
@@ -172,10 +186,10 @@ class CallParser(ToolParser):
                 self._name((yield from self._string()))
             case "arguments" | "parameters" if not self._argued:
                 yield from self._arguments()
-            case "id" | "type":
-                yield from self._reader.take_json(drop)
             case _:
-                raise Malformed
+                if self._known_only and not self._started and key not in _OTHER_MEMBERS:
+                    raise Malformed
+                yield from self._reader.take_json(drop)
 
     def _arguments(self) -> Wait[None]:
         """An object, null for an empty one, or a string with the text of either."""
@@ -189,6 +203,7 @@ class CallParser(ToolParser):
         else:
             yield from self._reader.expect("null")
             self._argue("{}")
+        self._argued = True
 
     def _string(self) -> Wait[str]:
         if (yield from self._reader.peek()) != '"':

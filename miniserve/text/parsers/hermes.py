@@ -24,7 +24,7 @@ class HermesFormat(ToolFormat):
     """A JSON object between <tool_call> and </tool_call>."""
 
     name = "hermes"
-    opening = START
+    opening = lark.opening(START)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
         """As `ToolFormat.parser`."""

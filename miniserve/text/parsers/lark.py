@@ -52,6 +52,11 @@ def special(text: str, special_ids: Mapping[str, int]) -> str:
     return f"<[{special_ids[text]}]>" if text in special_ids else literal(text)
 
 
+def opening(tag: str, *patterns: str) -> re.Pattern[str]:
+    """What an answer of calls begins with: the tag or, where there is one, another pattern, behind white space."""
+    return re.compile(rf"\s*(?:{'|'.join([re.escape(tag), *patterns])})")
+
+
 def without(text: str) -> str:
     """What does not contain this text, as part of a terminal."""
     return f"~/(?s:.*){_escaped_slashes(re.escape(text))}(?s:.*)/"

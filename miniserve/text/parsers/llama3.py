@@ -25,7 +25,7 @@ class Llama3Format(ToolFormat):
     """Bare JSON objects."""
 
     name = "llama3"
-    opening = TAG
+    opening = lark.opening(TAG, r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:\s*\{')
     shown_tokens = (TAG,)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:

@@ -29,7 +29,7 @@ class MistralFormat(ToolFormat):
     """A JSON list of calls."""
 
     name = "mistral"
-    opening = TAG
+    opening = lark.opening(TAG)
     shown_tokens = (TAG, ARGS, CALL_ID)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:

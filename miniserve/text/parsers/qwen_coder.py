@@ -38,7 +38,7 @@ class QwenCoderFormat(ToolFormat):
     """Tags for function and parameters."""
 
     name = "qwen_coder"
-    opening = START
+    opening = lark.opening(START)
 
     def parser(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> ToolParser:
         """As `ToolFormat.parser`."""
@@ -97,6 +97,7 @@ class _QwenCoderParser(CallParser):
             yield from reader.take_space()
             if (yield from reader.expect(PARAMETER, FUNCTION_END)) == FUNCTION_END:
                 self._argue("{}" if opening == "{" else "}")
+                self._argued = True
                 return
             key = yield from reader.take_run(_KEY)
             yield from reader.expect(">")

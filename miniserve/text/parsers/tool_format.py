@@ -5,6 +5,7 @@ What is the same for every syntax stands here: how calls, text and another answe
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,13 @@ class ToolFormat(ABC):
 
     Attributes:
         name: what the start-up lines call it.
-        opening: what an answer of calls begins with, but for white space. Llama 3's may begin with less.
+        opening: what an answer of calls begins with, as the grammar writes it, up to where a call is certain.
         shown_tokens: special tokens whose text the parser has to see.
         told_by_template: the chat template tells the model of the tools; otherwise `with_tools` does.
     """
 
     name: ClassVar[str]
-    opening: ClassVar[str]
+    opening: ClassVar[re.Pattern[str]]
     shown_tokens: ClassVar[tuple[str, ...]] = ()
     told_by_template: ClassVar[bool] = True
 

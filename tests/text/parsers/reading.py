@@ -11,10 +11,11 @@ from miniserve.text.parsers.tool_format import ToolFormat
 
 @dataclass
 class Answer:
-    """Text, and (name, arguments) of each call."""
+    """Text, and (name, arguments) of each call; whether one of these broke off."""
 
     text: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    broke_off: bool = field(default=False, compare=False)
 
     def add(self, delta: Delta) -> None:
         match delta:
@@ -38,4 +39,5 @@ def read(tool_format: ToolFormat, pushes: Iterable[str], tools: Sequence[Tool], 
             answer.add(delta)
     for delta in parser.flush():
         answer.add(delta)
+    answer.broke_off = parser.broke_off
     return answer

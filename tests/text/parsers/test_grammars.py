@@ -15,7 +15,7 @@ from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.compiler import GrammarCompiler
 from miniserve.text.parsers import lark
-from miniserve.text.parsers.base import MAX_TOOLS, Tool, read_tools
+from miniserve.text.parsers.base import MAX_TOOLS, CallsOrAnswer, Tool, read_tools
 from miniserve.text.parsers.generic import GenericFormat
 from miniserve.text.parsers.hermes import HermesFormat
 from miniserve.text.parsers.lark import MAX_CALLS
@@ -179,6 +179,21 @@ def test_calls_or_the_answer(
     assert embedded.accepts(grammar, call_text(tool_format))
     assert not embedded.accepts(grammar, bad)
     assert not embedded.accepts(tool_format.grammar(TOOLS, answer=answer, required=True), good)
+
+
+def test_calls_beside_an_answer_read_back(tool_format: ToolFormat, embedded: Vocabulary) -> None:
+    """They begin as it says in `opening`."""
+    grammar = tool_format.grammar(TOOLS, answer=StructuredOutput.choice(["no"]))
+    num_calls = 0
+    for seed in range(6):
+        text = embedded.walk(grammar, seed, beginning=OPENINGS.get(tool_format.name, "<tool_call>"))
+        if text is not None:
+            parser, answer = CallsOrAnswer(tool_format.parser(TOOLS), tool_format.opening), Answer()
+            for delta in [delta for char in text for delta in parser.push(char)] + parser.flush():
+                answer.add(delta)
+            assert answer.text == "" and answer.calls and not parser.broke_off
+            num_calls += len(answer.calls)
+    assert num_calls >= 3
 
 
 def test_free_text_may_call(tool_format: ToolFormat, embedded: Vocabulary) -> None:

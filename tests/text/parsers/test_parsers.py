@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from types import FrameType
@@ -87,10 +88,12 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     ),
     # Cut off: what came.
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x', "", [("f", '{"a": "x')]),
-    (HERMES, '<tool_call>{"name": "f", "argu', "", [("f", "")]),
+    # Bug: where only its name had come, it was a call with nothing as arguments.
+    (HERMES, '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ', '<tool_call>{"name": "f", "arguments": ', []),
     (HERMES, 'a <tool_call>{"name": "f', 'a <tool_call>{"name": "f', []),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}', "", [F]),
-    # Malformed before the name is known: text, and read on.
+    # Malformed before the arguments begin: text, and read on.
     (HERMES, f"a <tool_call>nothing</tool_call> {ONE}", "a <tool_call>nothing</tool_call>", [F]),
     (HERMES, f'<tool_call>{{"x": 1}}</tool_call>{ONE}', '<tool_call>{"x": 1}</tool_call>', [F]),
     (HERMES, f"<tool_call>{ONE}", "<tool_call>", [F]),
@@ -98,10 +101,31 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
     (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
     (HERMES, r'<tool_call>{"name": "\ud83d"}', r'<tool_call>{"name": "\ud83d"}', []),
+    (
+        HERMES,
+        f'<tool_call>{{"name": "f", "arguments": [1]}}</tool_call>{ONE}',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [F],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "name": "g"}</tool_call>',
+        '<tool_call>{"name": "f", "name": "g"}</tool_call>',
+        [],
+    ),
+    # Bug: what a call has no use for, behind its name, took the arguments away.
+    (HERMES, '<tool_call>{"name": "f", "x": {"arguments": 1}, "arguments": {"a": 1}}</tool_call>ok', "ok", [F]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "x": "y", "name": "f", "z": [null]}</tool_call>ok', "ok", [F]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "x": oops, "arguments": {}}',
+        '<tool_call>{"name": "f", "x": oops, "arguments": {}}',
+        [],
+    ),
     # Malformed later: the arguments end there, the rest of the call is dropped.
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g"}</tool_call>ok', "ok", [F]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>ok', "ok", [F]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>ok', "ok", [("f", '{"a": ')]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>ok', "ok", [("f", "")]),
     (HERMES, f'<tool_call>{{"name": "g", "arguments": {{"a": "\n{ONE}', "", [("g", r'{"a": "\n<tool_call>\n{"')]),
     # Bug: control characters that the model had not escaped ended the arguments.
     (
@@ -160,7 +184,25 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab\n</para", "", [("f", '{"text": "ab')]),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\nab\n", "", [("f", '{"text": "ab')]),
     (QWEN, "<tool_call>\n<function=f>\n<parameter=text>\na\nb <", "", [("f", r'{"text": "a\nb ')]),
-    (QWEN, "<tool_call>\n<function=f>\n<parameter=count>\n12", "", [("f", "")]),
+    (
+        QWEN,
+        "<tool_call>\n<function=f>\n<parameter=count>\n12",
+        "<tool_call>\n<function=f>\n<parameter=count>\n12",
+        [],
+    ),
+    # Bug: a tag that is only spoken of was a call, and took all that followed with it.
+    (
+        QWEN,
+        "the <function=f> tag is used to call it, then more",
+        "the <function=f> tag is used to call it, then more",
+        [],
+    ),
+    (
+        QWEN,
+        "Write <function=f>\nor <function=g>: <tool_call><function=g></function></tool_call>",
+        "Write <function=f>\nor <function=g>:",
+        [("g", "{}")],
+    ),
     # JSON with an end tag in a string: it cut the value there.
     (
         QWEN,
@@ -175,10 +217,21 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         "ok",
         [("f", '{"list": "[1] and [\\"", "count": "{\\"a\\": }"}')],
     ),
-    (QWEN, '<function=f><parameter=list>["</parameter>\n</function></tool_call>ok', "ok", [("f", "")]),
-    (QWEN, '<function=f><parameter=list>["</parameter>', "", [("f", "")]),
+    (QWEN, '<function=f><parameter=list>["</parameter>', '<function=f><parameter=list>["</parameter>', []),
+    (
+        QWEN,
+        '<function=f><parameter=text>a</parameter><parameter=list>["</parameter>\n</function></tool_call>ok',
+        "ok",
+        [("f", '{"text": "a"')],
+    ),
     (QWEN, "<tool_call>\n<func", "<tool_call>\n<func", []),
-    (QWEN, "<tool_call><function=g>\nwhat?</function></tool_call>ok", "ok", [("g", "")]),
+    (
+        QWEN,
+        "<tool_call><function=g>\nwhat?</function></tool_call>ok",
+        "<tool_call><function=g>\nwhat?</function></tool_call>ok",
+        [],
+    ),
+    (QWEN, "<tool_call><function=g><parameter=x>1</parameter>\nwhat?</tool_call>ok", "ok", [("g", '{"x": 1')]),
     (QWEN, "<tool_call><function=g><parameter=x>NaN</parameter></function></tool_call>", "", [("g", '{"x": "NaN"}')]),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', "", [F]),
     (LLAMA, '\n<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [F]),
@@ -187,6 +240,9 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (LLAMA, 'Well <|python_tag|>{"name": "f", "parameters": {"a": 1}} done', "Well\ndone", [F]),
     (LLAMA, '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', []),
     (LLAMA, ' {"answer": {"name": "f"}}', ' {"answer": {"name": "f"}}', []),
+    # Bug: an answer in JSON that has a name, too, was a call.
+    (LLAMA, '{"name": "f", "score": 3}', '{"name": "f", "score": 3}', []),
+    (LLAMA, '{"name": "f"}', "", [("f", "{}")]),
     (LLAMA, 'text {"name": "f", "parameters": {}}', 'text {"name": "f", "parameters": {}}', []),
     (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     (LLAMA, '{"name": "f", "parameters": {"a": ?', "", [("f", '{"a": ')]),
@@ -223,6 +279,39 @@ def test_every_cut_reads_the_same(tool_format: ToolFormat, text: str, shown: str
             assert read(tool_format, [text[:first], text[first:second], text[second:]], TOOLS) == expected
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "text", "broke_off"),
+    [
+        (HERMES, ONE, False),
+        (HERMES, f"{ONE}<tool_call>", False),
+        (HERMES, ONE.replace("}}", "}"), False),
+        (HERMES, ONE.replace("1}}", "X}}"), True),
+        (HERMES, ONE.replace("1}}", "X}}") + ONE, True),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": X}"}', True),
+        (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f", oops', False),
+        (QWEN, "<function=f><parameter=text>a</parameter></function>", False),
+        (QWEN, "<function=f><parameter=text>a</parameter>", True),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}', False),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1', True),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "', True),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]{}", False),
+    ],
+)
+def test_a_call_that_broke_off_is_told(tool_format: ToolFormat, text: str, broke_off: bool) -> None:
+    """Bug: arguments that are no JSON came out as those of a finished call."""
+    assert read(tool_format, [text], TOOLS).broke_off is broke_off
+    assert read(tool_format, list(text), TOOLS).broke_off is broke_off
+    beside, only = CallsOrAnswer(tool_format.parser(TOOLS), re.compile("")), CallsOnly(tool_format.parser(TOOLS))
+    for parser in (beside, only):
+        assert parser.push(text) and not parser.flush()
+        assert parser.broke_off is broke_off
+
+
+def test_a_call_that_is_dropped_breaks_nothing_off() -> None:
+    answer = read(HERMES, [ONE + ONE.replace("1}}", "X}}")], TOOLS, max_calls=1)
+    assert (answer.calls, answer.broke_off) == ([F], False)
+
+
 PARTS = [
     *("<tool_call>", "</tool_call>", "\n", " ", "x", '"', "\\", "{", "}", "[", "]", ",", ":", ";", "1", "null", "é"),
     *('{"name": "f", ', '"arguments": ', '{"a": "b"}', '"{\\"a\\": 1}"', '\\"', "\\ud83d", "\\ude00", "[ARGS]"),
@@ -243,6 +332,8 @@ def test_any_cut_of_any_text_reads_the_same(tool_format: ToolFormat, data: st.Da
     assert read(tool_format, list(text), TOOLS) == whole
     if not whole.calls:
         assert whole.text == text
+    if not whole.broke_off:
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +394,7 @@ def read_either(tool_format: ToolFormat, pushes: list[str], *, is_cut: bool) -> 
 def test_calls_where_an_answer_could_have_been_have_no_text_wherever_they_are_cut(
     tool_format: ToolFormat, text: str
 ) -> None:
-    """Bug: beside a response_format, a call that was cut before its name was known was shown as text, tag and all."""
+    """Bug: beside a response_format, a call that was cut before it had started was shown as text, tag and all."""
     for end in range(len(text) + 1):
         expected = read(tool_format, [text[:end]], TOOLS).calls
         for pushes in ([text[:end]], list(text[:end])):
@@ -311,27 +402,62 @@ def test_calls_where_an_answer_could_have_been_have_no_text_wherever_they_are_cu
             assert (answer.text, answer.calls) == ("", expected)
 
 
-@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
-@pytest.mark.parametrize("text", ['{"a": "<tool_call>\\n [TOOL_CALLS] <|python_tag|>"}', "<b>", '["x"]'])
-def test_an_answer_where_calls_could_have_been_is_shown(tool_format: ToolFormat, text: str) -> None:
-    """Only what the tag of a call begins with as well is not, until the answer has come to its end."""
+MISTRAL_ARGS = MistralArgsFormat()
+# The format, an answer that is held to a structure, and how much of it may be the beginning of a call with a tag.
+ANSWERS: list[tuple[ToolFormat, str, int]] = [
+    *(
+        (tool_format, '{"a": "<tool_call>\\n [TOOL_CALLS] <|python_tag|>"}', 0)
+        for tool_format in (HERMES, QWEN, MISTRAL)
+    ),
+    (LLAMA, '{"a": "<|python_tag|>{"name": "f", "parameters": {}}"}', 0),
+    (HERMES, "<b>", 1),
+    (LLAMA, "<b>", 1),
+    (MISTRAL, '["x"]', 1),
+    (HERMES, "\n <tool_call> is a tag ", 14),
+    # Bug: texts in an answer that look like calls were taken out of it.
+    (QWEN, '"<tool_call><function=f></function></tool_call>"', 0),
+    (QWEN, '"use <function=f></function> to call it"', 0),
+    (QWEN, "<function=f></function>", 22),
+    (QWEN, "  use <function=f>\n</function> to call it", 2),
+    (HERMES, f"I say {ONE}", 0),
+    (HERMES, f"<tool_call>I say {ONE}", 11),
+    (MISTRAL_ARGS, '{"a": "[TOOL_CALLS]f[ARGS]{}"}', 0),
+    (LLAMA, '{"name": "f", "score": 3}', 0),
+    (LLAMA, '{"name": "f"}', 0),
+    (LLAMA, '{"name": "f", "parameters": null}', 0),
+    (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', 0),
+    (LLAMA, '{"parameters": {"a": 1}, "name": "f"}', 0),
+    (LLAMA, '{"name": "h", "parameters": {}}', 0),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text", "num_held"), ANSWERS)
+def test_an_answer_where_calls_could_have_been_is_shown(tool_format: ToolFormat, text: str, num_held: int) -> None:
+    """All of it as it is; but where it was cut off, not what could have been the beginning of a tag."""
     for end in range(len(text) + 1):
         for pushes in ([text[:end]], list(text[:end])):
-            shown = "" if tool_format.opening.startswith(text[:end]) else text[:end]
-            assert read_either(tool_format, pushes, is_cut=True) == Answer(shown)
             assert read_either(tool_format, pushes, is_cut=False) == Answer(text[:end])
+            assert read_either(tool_format, pushes, is_cut=True) == Answer("" if end <= num_held else text[:end])
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n    "])
+def test_a_call_without_its_tag_begins_as_the_grammar_writes_it(space: str) -> None:
+    text = f'{{{space}"name":{space}"f",{space}"parameters":{space}{{"a": 1}}{space}}}; '
+    text += text[:-2]
+    for pushes in ([text], list(text)):
+        assert read_either(LLAMA, pushes, is_cut=False) == Answer("", [F, F])
 
 
 def test_what_is_certain_is_shown_at_once() -> None:
-    """Name first, then arguments as they grow; text up to white space and to what may become a tag."""
+    """The name once arguments begin, which come as they grow; text up to white space and to what may become a tag."""
     parser = HERMES.parser(TOOLS)
     pushes = ["so <", "b> ", '<tool_call>{"name": "f"', ', "arguments": {"a": "b', 'c"}', "}</tool_call> ", "x "]
     shown = [[repr(delta) for delta in parser.push(text)] for text in pushes] + [[repr(d) for d in parser.flush()]]
     assert shown == [
         ["TextDelta(text='so')"],
         ["TextDelta(text=' <b>')"],
-        ["CallStart(index=0, name='f')"],
-        ['ArgumentsDelta(index=0, text=\'{"a": "b\')'],
+        [],
+        ["CallStart(index=0, name='f')", 'ArgumentsDelta(index=0, text=\'{"a": "b\')'],
         ["ArgumentsDelta(index=0, text='c\"}')"],
         [],
         ["TextDelta(text='\\nx')"],
