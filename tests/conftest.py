@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from miniserve.kernels.native import NativeKernels
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also by servers that tests start
+    # Read when torch is imported, also by servers that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test asks for two, they do not wait by spinning
 
 
 @pytest.fixture(scope="session")

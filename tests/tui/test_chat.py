@@ -264,6 +264,7 @@ def test_reasoning_is_shown_dimmed_above_the_answer_and_not_sent_back(names: tup
         begin.set()
         await screen.until_shown("40 tokens, 32 cached (80%)")
         thought, said = (block_of(screen, text) for text in ("The user asks", "It is Paris."))
+        await screen.until(lambda: said.region.height > 0, "the answer gets its place")
         assert thought.region.bottom <= said.region.y and thought.opacity < said.opacity == 1
         await screen.ask("And of Spain?")
         await screen.until_shown("Madrid")
