@@ -95,6 +95,11 @@ class OutputText:
             text += self._stop_matcher.flush()
         return reasoning, text, stop
 
+    @property
+    def _is_whole_answer(self) -> bool:
+        """Whether the grammar takes what came as an answer that may end here, though it may begin a start tag."""
+        return self._matcher is not None and not self.is_reasoning and not self._has_left and self._matcher.complete
+
     def _split(self, token_ids: Sequence[int]) -> tuple[str, str]:
         if self._is_plain:
             return "", self._detokenizer.push(token_ids)
@@ -105,6 +110,7 @@ class OutputText:
         return reasoning, content
 
     def _flush(self, *, is_cut: bool) -> tuple[str, str]:
+        is_cut = is_cut and not self._is_whole_answer
         may_be_tag = self._splitter.phase is not Phase.CONTENT
         half = "" if is_cut and may_be_tag else self._detokenizer.flush()  # of a character
         ends = (self._splitter.push(half), self._splitter.flush(is_cut=is_cut))
