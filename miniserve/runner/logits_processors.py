@@ -6,7 +6,7 @@ tokens are is told anew in each step, so a preemption or a replay changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,15 +60,24 @@ def process_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
             scores[_indices(row.sampling.logit_bias, logits.device)] += biases
         if row.sampling.has_penalties:
             _penalise(scores, row)
-        if row.mask is not None:  # last: nothing makes up for what it forbids
-            scores.masked_fill_(_forbidden(row.mask, len(scores)).to(scores.device), float("-inf"))
+    masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+    if masks:  # last: nothing makes up for what they forbid
+        _forbid(processed, masks)
     return processed
 
 
-def _forbidden(mask: NDArray[np.int32], vocab_size: int) -> Tensor:
-    """bool [vocab_size]. Unpacked on the host, where numpy takes 0.05 ms for 50,000 tokens."""
-    bits = np.unpackbits((~mask).astype("<i4", copy=False).view(np.uint8), count=vocab_size, bitorder="little")
-    return torch.from_numpy(bits.view(np.bool_))
+def _forbid(logits: Tensor, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    """All rows at once: each call takes longer than its work. Unpacked on the host, where numpy is fast."""
+    words = ~np.stack(list(masks.values()))
+    bits = np.unpackbits(
+        words.astype("<i4", copy=False).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little"
+    )
+    forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(masks) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        for row, of_row in zip(masks, forbidden, strict=True):
+            logits[row].masked_fill_(of_row, float("-inf"))
 
 
 def _penalise(scores: Tensor, row: SampleRow) -> None:

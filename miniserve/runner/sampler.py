@@ -50,7 +50,8 @@ class Sampler:
             unchanged = [None if row.changes_logits else draw for row, draw in zip(rows, draws, strict=True)]
             chosen = self._choose(logits, likeliest, unchanged)
             selected = torch.tensor(changed, device=self.device)
-            processed = process_logits(logits[selected], [rows[index] for index in changed])
+            part = logits if len(changed) == len(rows) else logits[selected]
+            processed = process_logits(part, [rows[index] for index in changed])
             likeliest, values = self._operators.largest(processed)
             chosen[selected] = self._choose(processed, likeliest, [draws[index] for index in changed])
             unmasked = torch.tensor([rows[index].mask is None for index in changed], device=self.device)
