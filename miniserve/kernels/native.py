@@ -32,6 +32,7 @@ _OPERATORS = (
     "pack_grid",
     "unpack_quantised_columns",
     "attention",
+    "forbid",
     "largest_of_rows",
     "token_logprobs",
     "draw",
@@ -113,6 +114,7 @@ class NativeKernels:
         self.pack_grid: Any = ops.pack_grid.default
         self.unpack_quantised_columns: Any = ops.unpack_quantised_columns.default
         self.attention: Any = ops.attention.default
+        self._forbid: Any = ops.forbid.default
         self._largest_of_rows: Any = ops.largest_of_rows.default
         self._token_logprobs: Any = ops.token_logprobs.default
         self._draw: Any = ops.draw.default
@@ -162,6 +164,12 @@ class NativeKernels:
             step.block_tables,
             out,
         )
+        return out
+
+    def forbid(self, logits: Tensor, masks: Tensor) -> Tensor:
+        """See `sampling.forbid`."""
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        self._forbid(logits, masks, out)
         return out
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Choosing tokens from logits, and how probable tokens are, in plain PyTorch: on every device, without kernels.
 
-`NativeKernels` has the same three operators, of which these are the twins. Both draw by an exponential race: with
+`NativeKernels` has the same four operators, of which these are the twins. Both draw by an exponential race: with
 e ~ Exp(1) for each token, argmax p / e draws from p; it is the Gumbel-max trick without its outer logarithm.
 """
 
@@ -24,6 +24,9 @@ _MAX_UINT32 = 2**32 - 1
 class SamplingOperators(Protocol):
     """What `NativeKernels` and this module have in common."""
 
+    def forbid(self, logits: Tensor, masks: Tensor) -> Tensor:
+        """See `forbid`."""
+
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `largest`."""
 
@@ -32,6 +35,18 @@ class SamplingOperators(Protocol):
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `token_logprobs`."""
+
+
+def forbid(logits: Tensor, masks: Tensor) -> Tensor:
+    """The logits, with -inf for each token that its row's mask does not allow, as a new tensor.
+
+    Args:
+        logits: fp32 [num_rows, vocab_size].
+        masks: int32 [num_rows, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
+    """
+    bits = torch.ones(32, dtype=torch.int32, device=logits.device) << torch.arange(32, device=logits.device)
+    forbidden = (masks.unsqueeze(-1) & bits == 0).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(forbidden, float("-inf"))
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:

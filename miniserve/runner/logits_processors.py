@@ -6,7 +6,7 @@ tokens are is told anew in each step, so a preemption or a replay changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miniserve.kernels.sampling import SamplingOperators
 from miniserve.sampling_params import SamplingParams
 
 
@@ -39,45 +40,49 @@ class SampleRow:
     @property
     def changes_logits(self) -> bool:
         """Whether the row's logits are not to be taken as the model gave them."""
-        if self.mask is not None:
-            return True
+        return self.mask is not None or self.changes_scores
+
+    @property
+    def changes_scores(self) -> bool:
+        """The same, but for the mask."""
         return bool(self.banned_ids or self.sampling.logit_bias or self.sampling.has_penalties)
 
 
-def process_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """The logits after the changes that each row asks for, as a new tensor.
+def process_logits(logits: Tensor, rows: Sequence[SampleRow], operators: SamplingOperators) -> Tensor:
+    """The logits after the changes that each row asks for, as a new tensor if there are any.
 
     Args:
         logits: fp32 [num_rows, vocab_size].
         rows: one per row of logits.
+        operators: what forbids tokens.
     """
-    processed = logits.clone()
-    for scores, row in zip(processed, rows, strict=True):
-        if row.banned_ids:
-            scores[_indices(row.banned_ids, logits.device)] = float("-inf")
-        if row.sampling.logit_bias:
-            biases = torch.tensor(list(row.sampling.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-            scores[_indices(row.sampling.logit_bias, logits.device)] += biases
-        if row.sampling.has_penalties:
-            _penalise(scores, row)
-    masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
-    if masks:  # last: nothing makes up for what they forbid
-        _forbid(processed, masks)
-    return processed
+    changed = {index: row for index, row in enumerate(rows) if row.changes_scores}
+    if changed:
+        logits = logits.clone()
+    for index, row in changed.items():
+        _change_scores(logits[index], row)
+    if all(row.mask is None for row in rows):
+        return logits
+    return operators.forbid(logits, _masks(rows, logits))  # last: nothing makes up for what they forbid
 
 
-def _forbid(logits: Tensor, masks: Mapping[int, NDArray[np.int32]]) -> None:
-    """All rows at once: each call takes longer than its work. Unpacked on the host, where numpy is fast."""
-    words = ~np.stack(list(masks.values()))
-    bits = np.unpackbits(
-        words.astype("<i4", copy=False).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little"
-    )
-    forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
-    if len(masks) == len(logits):
-        logits.masked_fill_(forbidden, float("-inf"))
-    else:
-        for row, of_row in zip(masks, forbidden, strict=True):
-            logits[row].masked_fill_(of_row, float("-inf"))
+def _change_scores(scores: Tensor, row: SampleRow) -> None:
+    """Bans, biases and penalties, to `scores`, fp32 [vocab_size], in place."""
+    if row.banned_ids:
+        scores[_indices(row.banned_ids, scores.device)] = float("-inf")
+    if row.sampling.logit_bias:
+        biases = torch.tensor(list(row.sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+        scores[_indices(row.sampling.logit_bias, scores.device)] += biases
+    if row.sampling.has_penalties:
+        _penalise(scores, row)
+
+
+def _masks(rows: Sequence[SampleRow], logits: Tensor) -> Tensor:
+    """int32 [num_rows, ceil(vocab_size / 32)]; who has no mask is free."""
+    masks = np.empty((len(rows), -(-logits.shape[-1] // 32)), np.int32)
+    for words, row in zip(masks, rows, strict=True):
+        words[:] = -1 if row.mask is None else row.mask[: len(words)]
+    return torch.from_numpy(masks).to(logits.device)
 
 
 def _penalise(scores: Tensor, row: SampleRow) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from math import isfinite
 from random import Random
 
 import torch
@@ -42,22 +43,32 @@ class Sampler:
         """
         draws = [self._draw(row, logits.shape[-1]) for row in rows]
         likeliest, values = self._operators.largest(logits)
-        finite = values.isfinite()  # the largest of a row with NaN is NaN
         changed = [index for index, row in enumerate(rows) if row.changes_logits]
         if not changed:
-            chosen = self._choose(logits, likeliest, draws)
+            chosen, allowed = self._choose(logits, likeliest, draws), values
+        elif len(changed) == len(rows):
+            chosen, allowed = self._choose_changed(logits, rows, draws)
         else:
             unchanged = [None if row.changes_logits else draw for row, draw in zip(rows, draws, strict=True)]
-            chosen = self._choose(logits, likeliest, unchanged)
+            chosen, allowed = self._choose(logits, likeliest, unchanged), values.clone()
             selected = torch.tensor(changed, device=self.device)
-            part = logits if len(changed) == len(rows) else logits[selected]
-            processed = process_logits(part, [rows[index] for index in changed])
-            likeliest, values = self._operators.largest(processed)
-            chosen[selected] = self._choose(processed, likeliest, [draws[index] for index in changed])
-            unmasked = torch.tensor([rows[index].mask is None for index in changed], device=self.device)
-            finite[selected] &= unmasked | values.isfinite()
-        token_ids, is_finite = torch.stack((chosen, finite.long())).tolist()  # one transfer for both
-        return [token_id if ok else None for token_id, ok in zip(token_ids, is_finite, strict=True)]
+            chosen[selected], allowed[selected] = self._choose_changed(
+                logits[selected], [rows[index] for index in changed], [draws[index] for index in changed]
+            )
+        # One transfer for all; as fp32, ids are exact up to 2^24.
+        results = zip(rows, *torch.stack((chosen.float(), values, allowed)).tolist(), strict=True)
+        return [
+            int(token_id) if isfinite(value) and (row.mask is None or isfinite(best)) else None
+            for row, token_id, value, best in results
+        ]
+
+    def _choose_changed(
+        self, logits: Tensor, rows: Sequence[SampleRow], draws: Sequence[Draw | None]
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens of rows that change their logits, int64, and the largest changed logit of each row, fp32."""
+        processed = process_logits(logits, rows, self._operators)
+        likeliest, values = self._operators.largest(processed)
+        return self._choose(processed, likeliest, draws), values
 
     def _choose(self, logits: Tensor, likeliest: Tensor, draws: Sequence[Draw | None]) -> Tensor:
         if all(draw is None for draw in draws):

@@ -1,4 +1,4 @@
-"""The largest of each row: the first of equals, and NaN wherever it stands."""
+"""What masks forbid, and the largest of each row: the first of equals, and NaN wherever it stands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,47 @@ import torch
 
 from miniserve.kernels import sampling
 from miniserve.kernels.native import NativeKernels
+
+
+@pytest.mark.parametrize("size", [1, 15, 31, 32, 33, 1000, 5003])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7])
+def test_forbid(kernels: NativeKernels, num_rows: int, size: int) -> None:
+    """Against bits looked at one by one; forbidden NaN and infinities are gone, and the logits stay as they were."""
+    generator = torch.Generator().manual_seed(size)
+    padded = torch.randn(num_rows, size + 5, generator=generator)
+    padded[padded > 1.5], padded[padded < -1.5] = nan, inf
+    logits = padded[:, 2 : size + 2]
+    before = logits.clone()
+    masks = torch.randint(-(2**31), 2**31, (num_rows, -(-size // 32)), generator=generator).int()
+    masks[::2, ::3] = 0
+    words = masks.long() & 0xFFFFFFFF
+    expected = torch.tensor(
+        [
+            [logits[row, i] if words[row, i // 32] >> i % 32 & 1 else -inf for i in range(size)]
+            for row in range(num_rows)
+        ]
+    ).reshape(num_rows, size)
+    for operators in (kernels, sampling):
+        assert torch.equal(operators.forbid(logits, masks).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("named", "logits", "masks", "out"),
+    [
+        ("logits", torch.zeros(2, 40).double(), torch.zeros(2, 2).int(), torch.zeros(2, 40)),
+        ("masks", torch.zeros(2, 40), torch.zeros(2, 2).long(), torch.zeros(2, 40)),
+        ("masks", torch.zeros(2, 40), torch.zeros(2, 1).int(), torch.zeros(2, 40)),
+        ("masks", torch.zeros(2, 40), torch.zeros(1, 2).int(), torch.zeros(2, 40)),
+        ("out", torch.zeros(2, 40), torch.zeros(2, 2).int(), torch.zeros(2, 41)),
+        ("out", torch.zeros(2, 40), torch.zeros(2, 2).int(), torch.zeros(40, 2).T),
+    ],
+)
+def test_what_forbid_refuses(
+    kernels: NativeKernels, named: str, logits: torch.Tensor, masks: torch.Tensor, out: torch.Tensor
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels._forbid(logits, masks, out)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 1024, 1025, 5003])
@@ -84,4 +125,7 @@ def test_what_is_refused(
 
 def test_tracing(kernels: NativeKernels) -> None:
     arguments = (torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2))
-    torch.library.opcheck(kernels._largest_of_rows, arguments, test_utils=("test_schema", "test_faketensor"))
+    utils = ("test_schema", "test_faketensor")
+    masked = (torch.zeros(2, 5), torch.zeros(2, 1).int(), torch.zeros(2, 5))
+    torch.library.opcheck(kernels._forbid, masked, test_utils=utils)
+    torch.library.opcheck(kernels._largest_of_rows, arguments, test_utils=utils)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miniserve.kernels import sampling as sampling_operators
 from miniserve.runner.logits_processors import SampleRow, process_logits
 from miniserve.runner.sampler import Sampler
 from miniserve.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ def test_against_a_loop_over_the_tokens(rows: list[SampleRow], seed: int) -> Non
     logits[:, 2] = 0.0
     logits[:, 3] = -inf
     before = logits.clone()
-    processed = process_logits(logits, rows)
+    processed = process_logits(logits, rows, sampling_operators)
     assert torch.equal(logits, before), "the logprobs are still to be taken of them"
     expected = [by_the_book(values, row) for values, row in zip(logits.tolist(), rows, strict=True)]
     np.testing.assert_allclose(processed.numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -101,7 +102,9 @@ def test_a_mask_changes_logits() -> None:
 def test_a_mask_of_any_length(vocab_size: int) -> None:
     """Its last word may be shorter than the vocabulary's, or hold more than that; every bit has its place."""
     mask = mask_of(0, 30, 31, 32, 63, 64, 69, 95, num_words=3)
-    processed = process_logits(torch.zeros(1, vocab_size), [SampleRow(SamplingParams(), 0, mask=mask)])
+    processed = process_logits(
+        torch.zeros(1, vocab_size), [SampleRow(SamplingParams(), 0, mask=mask)], sampling_operators
+    )
     kept = np.flatnonzero(np.isfinite(processed[0].numpy())).tolist()
     assert kept == [token_id for token_id in (0, 30, 31, 32, 63, 64, 69) if token_id < vocab_size]
 

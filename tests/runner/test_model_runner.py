@@ -326,7 +326,7 @@ def test_rows_that_ask_for_nothing_are_never_processed(monkeypatch: pytest.Monke
     """Plain requests must not pay for what others use: no pass over their tokens, no change of their logits."""
     seen: list[int] = []
 
-    def process(logits: Tensor, rows: Sequence[object]) -> Tensor:
+    def process(logits: Tensor, rows: Sequence[object], _operators: object) -> Tensor:
         seen.append(len(rows))
         return logits
 

@@ -116,6 +116,11 @@ inline int64_t cache_tile_size(int64_t head_dim, bool is_quantised) {
   return (head_dim + kChunk - 1) / kChunk * kChunkSize + (is_quantised ? kScaleBytes : 0);
 }
 
+// Rows of logits [num_rows][size] to out [num_rows][size], with -inf where masks [num_rows][words of 32 elements] have no
+// bit: bit i % 32 of word i / 32 is that of element i. What stands in its place is not looked at.
+void forbid(const float* logits, int64_t num_rows, int64_t size, int64_t stride, const uint32_t* masks, float* out,
+            int num_threads);
+
 // The first largest of each row of logits [num_rows][size], and its index. A row with NaN has the value NaN.
 void largest_of_rows(const float* logits, int64_t num_rows, int64_t size, int64_t stride, int64_t* ids, float* values,
                      int num_threads);

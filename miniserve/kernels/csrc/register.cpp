@@ -281,6 +281,19 @@ const int64_t* check_tokens(const Tensor& ids, const Tensor& logits) {
   return data;
 }
 
+void forbid_op(const Tensor& logits, const Tensor& masks, const Tensor& out) {
+  check_logits(logits);
+  check(masks, "masks", ScalarType::Int, 2);
+  check(out, "out", ScalarType::Float, 2);
+  const int64_t num_rows = logits.size(0), size = logits.size(1);
+  STD_TORCH_CHECK(masks.size(0) == num_rows && masks.size(1) == (size + 31) / 32, "masks: of ", masks.size(0), " by ",
+                  masks.size(1), ", which do not fit ", num_rows, " rows of ", size);
+  STD_TORCH_CHECK(out.size(0) == num_rows && out.size(1) == size, "out: of ", out.size(0), " by ", out.size(1),
+                  ", expected ", num_rows, " by ", size);
+  forbid(static_cast<const float*>(logits.data_ptr()), num_rows, size, logits.stride(0),
+         static_cast<const uint32_t*>(masks.data_ptr()), static_cast<float*>(out.data_ptr()), num_threads());
+}
+
 void largest_of_rows_op(const Tensor& logits, const Tensor& ids, const Tensor& values) {
   check_logits(logits);
   check(ids, "ids", ScalarType::Long, 1);
@@ -357,6 +370,7 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
       "attention(Tensor(a!) qkv, int num_kv_heads, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float eps, "
       "float scale, float soft_cap, int window, Tensor(b!) cache, Tensor query_start, Tensor seq_lens, "
       "Tensor block_tables, Tensor(c!) out) -> ()");
+  library.def("forbid(Tensor logits, Tensor masks, Tensor(a!) out) -> ()");
   library.def("largest_of_rows(Tensor logits, Tensor(a!) ids, Tensor(b!) values) -> ()");
   library.def(
       "token_logprobs(Tensor logits, Tensor ids, Tensor(a!) ranks, Tensor(b!) logprobs, Tensor(c!) top_ids) -> ()");
@@ -373,6 +387,7 @@ MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
   library.impl("pack_grid", TORCH_BOX(&pack_grid_op));
   library.impl("unpack_quantised_columns", TORCH_BOX(&unpack_quantised_columns_op));
   library.impl("attention", TORCH_BOX(&attention_op));
+  library.impl("forbid", TORCH_BOX(&forbid_op));
   library.impl("largest_of_rows", TORCH_BOX(&largest_of_rows_op));
   library.impl("token_logprobs", TORCH_BOX(&token_logprobs_op));
   library.impl("draw", TORCH_BOX(&draw_op));

@@ -1,4 +1,4 @@
-// The best tokens of rows of logits, and how probable tokens are.
+// Which tokens of rows of logits are allowed, the best of them, and how probable tokens are.
 
 #include "kernels.h"
 #include "logit_row.h"
@@ -71,7 +71,30 @@ void token_logprobs_of(const float* x, int64_t size, int64_t id, int64_t num_top
   }
 }
 
+void forbid_in_row(const float* x, int64_t size, const uint32_t* mask, float* out) {
+  const auto forbid_in_word = [](const float* from, uint32_t allowed, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) {
+      const float value = from[i];  // read in any case, so that no branch depends on the mask
+      to[i] = allowed >> i & 1 ? value : -kInfinity;
+    }
+  };
+  int64_t first = 0;
+  for (; first + 32 <= size; first += 32) forbid_in_word(x + first, *mask++, 32, out + first);
+  if (first < size) forbid_in_word(x + first, *mask, size - first, out + first);
+}
+
 }  // namespace
+
+void forbid(const float* logits, int64_t num_rows, int64_t size, int64_t stride, const uint32_t* masks, float* out,
+            int num_threads) {
+  const int64_t words = (size + 31) / 32;
+  parallel(num_threads, [&](int thread, int threads) {
+    const Range own = share(num_rows, thread, threads);
+    for (int64_t row = own.begin; row < own.end; row++) {
+      forbid_in_row(logits + row * stride, size, masks + row * words, out + row * size);
+    }
+  });
+}
 
 void largest_of_rows(const float* logits, int64_t num_rows, int64_t size, int64_t stride, int64_t* ids, float* values,
                      int num_threads) {
