@@ -24,14 +24,12 @@ CHUNK = 32
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float32, torch.bfloat16)
 _HUGE_PAGE_BYTES = 2**21
+# What a model computes with: see `recording`.
+_RECORDED = ("linear", "linear_quantised", "unpack_columns", "unpack_quantised_columns", "attention")
 _OPERATORS = (
-    "linear",
+    *_RECORDED,
     "pack",
-    "unpack_columns",
-    "linear_quantised",
     "pack_grid",
-    "unpack_quantised_columns",
-    "attention",
     "forbid",
     "largest_of_rows",
     "token_logprobs",
@@ -100,7 +98,11 @@ _NO_DRAW = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class NativeKernels:
-    """The operators of one compiled library, for `instruction_set`. Loaded once in a process."""
+    """The operators of one compiled library, for `instruction_set`. Loaded once in a process.
+
+    Attributes:
+        recorded: the full names of the operators that recordings keep.
+    """
 
     def __init__(self, instruction_set: str, path: Path, namespace: str) -> None:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
@@ -114,10 +116,15 @@ class NativeKernels:
         self.pack_grid: Any = ops.pack_grid.default
         self.unpack_quantised_columns: Any = ops.unpack_quantised_columns.default
         self.attention: Any = ops.attention.default
+        self.begin_recording: Any = ops.begin_recording.default
+        self.end_recording: Any = ops.end_recording.default
+        self.replay: Any = ops.replay.default
+        self.forget: Any = ops.forget.default
         self._forbid: Any = ops.forbid.default
         self._largest_of_rows: Any = ops.largest_of_rows.default
         self._token_logprobs: Any = ops.token_logprobs.default
         self._draw: Any = ops.draw.default
+        self.recorded = frozenset(f"{namespace}::{name}" for name in _RECORDED)
         _register_fakes(namespace)
 
     def attend(

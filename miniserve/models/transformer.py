@@ -94,15 +94,18 @@ class Transformer(nn.Module):
     @property
     def bytes_of_step(self) -> int:
         """Memory of the matrices that each step multiplies with."""
-        return sum(module.num_bytes for module in map(self.get_submodule, self.packed_modules()))  # type: ignore[misc]
+        return sum(module.num_bytes for module in map(self.get_submodule, self.multiplied_modules()))  # type: ignore[misc]
 
     def packed_modules(self) -> frozenset[str]:
-        """The names of the modules whose matrix gets a layout of its own.
+        """The names of the modules whose matrix gets a layout of its own."""
+        return self.multiplied_modules() | {"embed"}
 
-        An embedding that is no head as well stays plain: it is only looked up.
-        """
-        head = self.head or self.embed
-        return frozenset(name for name, module in self.named_modules() if isinstance(module, Linear) or module is head)
+    def multiplied_modules(self) -> frozenset[str]:
+        """Those of them that each step multiplies with: not an embedding that is no head as well."""
+        return frozenset(name for name, module in self.named_modules() if self._is_multiplied(module))
+
+    def _is_multiplied(self, module: nn.Module) -> bool:
+        return isinstance(module, Linear) or module is (self.embed if self.head is None else self.head)
 
     def pack(
         self, name: str, kernels: NativeKernels | None = None, scheme: Scheme | None = None, grid: Grid | None = None
@@ -112,9 +115,9 @@ class Transformer(nn.Module):
         Args:
             name: of the module.
             kernels: that multiply; None for PyTorch.
-            scheme: makes the matrix small.
+            scheme: makes the matrix small, if it is multiplied with: rows that are looked up cost nothing.
             grid: is the matrix, where it is small already; what was loaded into the plain one does not matter then.
         """
         module = self.get_submodule(name)
         assert isinstance(module, Linear | TokenMatrix)
-        module.pack(kernels, scheme, grid)
+        module.pack(kernels, scheme if self._is_multiplied(module) else None, grid)

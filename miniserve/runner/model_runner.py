@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from miniserve.outputs import TokenLogprobs
 from miniserve.runner.input_builder import ModelInput, build_input
 from miniserve.runner.logits_processors import SampleRow
 from miniserve.runner.logprobs import LogprobQuery, pack_logprobs, unpack_logprobs
+from miniserve.runner.recorded_steps import RecordedSteps
 from miniserve.runner.sampler import Sampler
 
 # The logits of a whole prompt would take more memory than the rest of a step: they are computed in slices of this many
@@ -71,14 +72,17 @@ class ModelRunner:
         self.device = device
         self.operators: SamplingOperators = sampling if backend.kernels is None else backend.kernels
         self.sampler = Sampler(device, seed, self.operators)
+        kernels = backend.kernels
+        self._compute: Callable[[ModelInput], Tensor] = (
+            self._forward if kernels is None else RecordedSteps(self._forward, kernels)
+        )
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:
         """Compute the step's tokens and store their KV; the logits of the requests that sample, and prompt logprobs."""
         self._clear(step.blocks_to_clear)
         inputs = build_input(step.scheduled, self.block_size, self.device)
-        plan = self.backend.plan(inputs.metadata)
-        hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
+        hidden = self._compute(inputs)
         return StepLogits(self._logits(hidden[inputs.sample_rows]), self._prompt_logprobs(step, inputs, hidden))
 
     @torch.inference_mode()
@@ -104,6 +108,12 @@ class ModelRunner:
         for index, entries in computed.prompt_logprobs.items():
             results[index] = _with_prompt_logprobs(results[index], entries)
         return RunnerOutput(tuple(results))
+
+    def _forward(self, inputs: ModelInput) -> Tensor:
+        """fp32 [num_tokens, hidden_size]."""
+        plan = self.backend.plan(inputs.metadata)
+        hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
+        return hidden
 
     def _clear(self, block_ids: Sequence[int]) -> None:
         if block_ids:

@@ -132,4 +132,4 @@ def test_a_model_keeps_no_plain_matrix_that_it_multiplies_with(native_kernels: N
     for name in model.packed_modules():
         model.pack(name, native_kernels)
     matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    assert matrices == ([] if tied else ["embed.weight"])
+    assert matrices == []

@@ -311,8 +311,8 @@ def test_whole_numbers_of_a_file_stay_as_they_are(tmp_path: Path) -> None:
     expected = load(tmp_path / "a.gguf")
     model = build(checkpoint)
     grids: dict[str, Grid | None] = {}
-    load_weights(model, checkpoint, on_module=grids.__setitem__, keep_grids=model.packed_modules())
-    assert {name for name, grid in grids.items() if grid is not None} == model.packed_modules()
+    load_weights(model, checkpoint, on_module=grids.__setitem__, keep_grids=model.multiplied_modules())
+    assert {name for name, grid in grids.items() if grid is not None} == model.multiplied_modules()
     for name, grid in grids.items():
         if grid is not None:
             assert torch.equal(grid.values, parameters(expected)[f"{name}.weight"].data)

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "kernels.h"
+#include "recording.h"
 
 namespace miniserve {
 namespace {
@@ -15,6 +16,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
+
+// Calls call(num_threads), now and when what is being recorded is replayed. It holds pointers, and no tensors.
+template <class F>
+void perform(const F& call) {
+  call(num_threads());
+  if (is_recording()) keep(call);
+}
 
 void check(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dims) {
   STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, ": expected ", torch::headeronly::toString(dtype), ", got ",
@@ -90,7 +98,7 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
   for_dtype(dtype, "packed", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
     const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
-    linear(call.rows, weight, call.out, num_threads());
+    perform([=](int threads) { linear(call.rows, weight, call.out, threads); });
   });
 }
 
@@ -104,24 +112,31 @@ void pack_op(const Tensor& weight, const Tensor& packed) {
   });
 }
 
-const int64_t* checked_ids(const Tensor& ids, int64_t columns, const Tensor& out) {
+void check_ids(const int64_t* ids, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; i++) {
+    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < limit, "ids: ", ids[i], " is not below ", limit);
+  }
+}
+
+// Ids of columns, and where these go.
+const int64_t* ids_of(const Tensor& ids, const Tensor& out) {
   check(ids, "ids", ScalarType::Long, 1);
   check(out, "out", ScalarType::Float, 2);
   STD_TORCH_CHECK(out.size(0) == ids.size(0), "out: has ", out.size(0), " rows for ", ids.size(0), " ids");
-  const auto* data = static_cast<const int64_t*>(ids.data_ptr());
-  for (int64_t i = 0; i < ids.size(0); i++) {
-    STD_TORCH_CHECK(data[i] >= 0 && data[i] < columns, "ids: ", data[i], " is not below ", columns);
-  }
-  return data;
+  return static_cast<const int64_t*>(ids.data_ptr());
 }
 
 void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, const Tensor& out) {
-  const int64_t* data = checked_ids(ids, columns, out);
+  const int64_t* id_data = ids_of(ids, out);
   check_packed(packed, columns, out.size(1));
   for_dtype(packed.scalar_type(), "packed", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    unpack_columns(static_cast<const E*>(packed.data_ptr()), out.size(1), data, ids.size(0),
-                   static_cast<float*>(out.data_ptr()), num_threads());
+    const auto* data = static_cast<const E*>(packed.data_ptr());
+    auto* out_data = static_cast<float*>(out.data_ptr());
+    perform([=, size = out.size(1), count = ids.size(0)](int threads) {
+      check_ids(id_data, count, columns);
+      unpack_columns(data, size, id_data, count, out_data, threads);
+    });
   });
 }
 
@@ -152,7 +167,9 @@ void linear_quantised_op(const Tensor& x, const Tensor& packed, const std::optio
   STD_TORCH_CHECK(num_digits == 1 || num_digits == 2, "num_digits: expected 1 or 2, got ", num_digits);
   for_dtype(dtype, "x", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    linear_quantised<E>(call.rows, weight, static_cast<int>(num_digits), call.out, num_threads());
+    perform([=, digits = static_cast<int>(num_digits)](int threads) {
+      linear_quantised<E>(call.rows, weight, digits, call.out, threads);
+    });
   });
 }
 
@@ -180,13 +197,15 @@ void pack_grid_op(const Tensor& codes, const std::optional<Tensor>& scales, cons
 
 void unpack_quantised_columns_op(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
                                  int64_t bits, bool has_offsets, const Tensor& ids, const Tensor& out) {
-  const int64_t* data = checked_ids(ids, columns, out);
+  const int64_t* id_data = ids_of(ids, out);
   const QuantisedWeight weight = quantised_of(packed, scales, columns, out.size(1), bits, has_offsets, {});
-  unpack_quantised_columns(weight, data, ids.size(0), static_cast<float*>(out.data_ptr()), num_threads());
+  perform([=, count = ids.size(0), out_data = static_cast<float*>(out.data_ptr())](int threads) {
+    check_ids(id_data, count, columns);
+    unpack_quantised_columns(weight, id_data, count, out_data, threads);
+  });
 }
 
-Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_tables, int64_t num_tokens,
-             int64_t num_blocks, int64_t block_size) {
+Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_tables, int64_t num_tokens) {
   check(query_start, "query_start", ScalarType::Int, 1);
   check(seq_lens, "seq_lens", ScalarType::Int, 1);
   check(block_tables, "block_tables", ScalarType::Long, 2);
@@ -198,12 +217,19 @@ Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& bl
                   static_cast<const int64_t*>(block_tables.data_ptr())};
   STD_TORCH_CHECK(query_start.size(0) == step.num_requests + 1 && block_tables.size(0) == step.num_requests,
                   "query_start and block_tables do not fit ", step.num_requests, " requests");
-  STD_TORCH_CHECK(step.query_start[0] == 0 && step.query_start[step.num_requests] == num_tokens,
-                  "query_start must go from 0 to ", num_tokens);
+  return step;
+}
+
+// What a step holds, which changes from one replay to the next.
+void check_step(const Step& step, int64_t num_blocks, int64_t block_size, int64_t num_positions) {
+  STD_TORCH_CHECK(step.query_start[0] == 0 && step.query_start[step.num_requests] == step.num_tokens,
+                  "query_start must go from 0 to ", step.num_tokens);
   for (int64_t i = 0; i < step.num_requests; i++) {
     const int64_t num_new = step.query_start[i + 1] - step.query_start[i];
     STD_TORCH_CHECK(num_new >= 0 && num_new <= step.seq_lens[i], "request ", i, ": ", num_new, " new tokens of ",
                     step.seq_lens[i]);
+    STD_TORCH_CHECK(step.seq_lens[i] <= num_positions, "request ", i, ": ", step.seq_lens[i], " tokens, but ",
+                    num_positions, " positions");
     const int64_t used = (step.seq_lens[i] + block_size - 1) / block_size;
     STD_TORCH_CHECK(used <= step.max_blocks, "request ", i, ": ", used, " blocks in a table of ", step.max_blocks);
     for (int64_t b = 0; b < used; b++) {
@@ -211,7 +237,6 @@ Step step_of(const Tensor& query_start, const Tensor& seq_lens, const Tensor& bl
       STD_TORCH_CHECK(block >= 0 && block < num_blocks, "request ", i, ": block ", block, " of ", num_blocks);
     }
   }
-  return step;
 }
 
 void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<Tensor>& rope,
@@ -232,8 +257,7 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
   STD_TORCH_CHECK(cache.size(1) > 0 && cache.size(2) == num_kv_heads && cache.size(3) == 2 &&
                       cache.size(4) == cache_tile_size(head_dim, is_quantised),
                   "cache does not fit ", num_kv_heads, " heads of ", head_dim);
-  const int64_t block_size = cache.size(1) * kChunk;
-  const Step step = step_of(query_start, seq_lens, block_tables, qkv.size(0), cache.size(0), block_size);
+  const Step step = step_of(query_start, seq_lens, block_tables, qkv.size(0));
   Heads heads{};
   heads.num_heads = num_heads;
   heads.num_kv_heads = num_kv_heads;
@@ -244,10 +268,6 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
     heads.rotary_dim = rope->size(2);
     STD_TORCH_CHECK(rope->size(1) == 2 && heads.rotary_dim <= head_dim && heads.rotary_dim % 2 == 0,
                     "rope: expected [positions, 2, rotary_dim]");
-    for (int64_t i = 0; i < step.num_requests; i++) {
-      STD_TORCH_CHECK(step.seq_lens[i] <= rope->size(0), "request ", i, ": ", step.seq_lens[i], " tokens, but ",
-                      rope->size(0), " positions");
-    }
   }
   heads.q_norm = optional_floats(q_norm, "q_norm", head_dim);
   heads.k_norm = optional_floats(k_norm, "k_norm", head_dim);
@@ -257,9 +277,15 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
   heads.window = window;
   for_dtype(dtype, "qkv", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
+    auto* qkv_data = static_cast<E*>(qkv.data_ptr());
+    auto* out_data = static_cast<E*>(out.data_ptr());
+    const int64_t num_blocks = cache.size(0), block_size = cache.size(1) * kChunk;
+    const int64_t num_positions = rope ? rope->size(0) : std::numeric_limits<int64_t>::max();
     const auto run = [&](auto* cache_data) {
-      attention(static_cast<E*>(qkv.data_ptr()), heads, step, cache_data, block_size, static_cast<E*>(out.data_ptr()),
-                num_threads());
+      perform([=](int threads) {
+        check_step(step, num_blocks, block_size, num_positions);
+        attention(qkv_data, heads, step, cache_data, block_size, out_data, threads);
+      });
     };
     is_quantised ? run(static_cast<uint8_t*>(cache.data_ptr())) : run(static_cast<E*>(cache.data_ptr()));
   });
@@ -347,6 +373,11 @@ void draw_op(const Tensor& logits, const Tensor& temperature, const Tensor& top_
        static_cast<int64_t*>(ids.data_ptr()), num_threads());
 }
 
+void begin_recording_op() { begin_recording(); }
+int64_t end_recording_op() { return end_recording(); }
+void replay_op(int64_t recording) { replay(recording, num_threads()); }
+void forget_op(int64_t recording) { forget(recording); }
+
 }  // namespace
 
 // The macros take their first argument as it is written; this one lets the namespace's macro be replaced before.
@@ -377,6 +408,10 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
       "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor(a!) ids) -> ()");
+  library.def("begin_recording() -> ()");
+  library.def("end_recording() -> int");
+  library.def("replay(int recording) -> ()");
+  library.def("forget(int recording) -> ()");
 }
 
 MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
@@ -391,6 +426,14 @@ MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
   library.impl("largest_of_rows", TORCH_BOX(&largest_of_rows_op));
   library.impl("token_logprobs", TORCH_BOX(&token_logprobs_op));
   library.impl("draw", TORCH_BOX(&draw_op));
+}
+
+// Without a tensor there is nothing that would choose the CPU.
+MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CompositeExplicitAutograd, library) {
+  library.impl("begin_recording", TORCH_BOX(&begin_recording_op));
+  library.impl("end_recording", TORCH_BOX(&end_recording_op));
+  library.impl("replay", TORCH_BOX(&replay_op));
+  library.impl("forget", TORCH_BOX(&forget_op));
 }
 
 }  // namespace miniserve
