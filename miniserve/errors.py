@@ -24,7 +24,10 @@ The message always says what was wrong, with the value, and what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+_MAX_SHOWN = 100  # characters of a wrong value
 
 
 class MiniserveError(Exception):
@@ -134,8 +137,19 @@ class InternalError(MiniserveError):
 
 
 def shown(value: object) -> str:
-    """A wrong value in an error message: an integer may have thousands of digits, a string a megabyte."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+    """A wrong value in an error message, in the words of JSON and cut.
+
+    An integer may have thousands of digits, a string a megabyte; in Python, a value may be of any type.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-    return text if len(text) <= 100 else text[:100] + "..."
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return "an array"
+    if not isinstance(value, (int, float, str)):
+        return type(value).__name__
+    text = repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

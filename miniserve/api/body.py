@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from miniserve.api.schemas.fields import Refused, check_refused
-from miniserve.errors import InvalidParameterError, RequestError, RequestTooLargeError
+from miniserve.errors import InvalidParameterError, RequestError, RequestTooLargeError, shown
 
 Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 # A number that is not finite is spelled so, or has an exponent or hundreds of digits: only then is the object searched.
@@ -28,7 +28,7 @@ _MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d|\d{300}")
 _DISCARD_SECONDS = 2.0
 # Pydantic's kinds of complaints in the words of JSON; the others speak for themselves.
 _COMPLAINTS = {
-    "list_type": "must be a list",
+    "list_type": "must be an array",
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
@@ -37,6 +37,8 @@ _COMPLAINTS = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
 }
@@ -92,10 +94,10 @@ async def _chunks(receive: Receive) -> AsyncGenerator[bytes]:
 def _check_headers(headers: Headers) -> None:
     content_type = headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidParameterError(f"Content-Type must be application/json, got {_shown(content_type)}")
+        raise InvalidParameterError(f"Content-Type must be application/json, got {shown(content_type)}")
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise InvalidParameterError(f"Content-Encoding {_shown(encoding)} is not supported; send the body as it is")
+        raise InvalidParameterError(f"Content-Encoding {shown(encoding)} is not supported; send the body as it is")
 
 
 def _too_large(max_bytes: int) -> RequestTooLargeError:
@@ -137,13 +139,13 @@ def _parse_object(body: bytes) -> dict[str, Any]:
         problem = str(error)
         if problem.startswith("recursion limit"):
             raise InvalidParameterError(
-                f"the body nests too deep: it may have {_MAX_DEPTH} lists and objects in each other; make it flatter"
+                f"the body nests too deep: it may have {_MAX_DEPTH} arrays and objects in each other; make it flatter"
             ) from None
         if "escape" in problem or "surrogate" in problem:
             problem += "; the halves of a surrogate pair, \\ud800 to \\udfff, only make sense together"
         raise InvalidParameterError(f"the body is not valid JSON: {problem}") from None
     if not isinstance(parsed, dict):
-        raise InvalidParameterError(f"the body must be a JSON object, got {_shown(parsed)}")
+        raise InvalidParameterError(f"the body must be a JSON object, got {shown(parsed)}")
     if _MAY_BE_INFINITE.search(body):
         for name, value in parsed.items():
             if not _is_finite(value):
@@ -170,15 +172,9 @@ def _translated(error: ErrorDetails) -> InvalidParameterError:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if error["type"] == "missing":
         return InvalidParameterError(f"{path[:_MAX_SHOWN]} is required", param=param)
-    expected = _COMPLAINTS.get(error["type"], error["msg"].removeprefix("Input ")).format(**error.get("ctx", {}))
-    return InvalidParameterError(f"{path[:_MAX_SHOWN]} {expected}, got {_shown(error['input'])}", param=param)
+    expected = _COMPLAINTS.get(error["type"], _in_our_words(error["msg"])).format(**error.get("ctx", {}))
+    return InvalidParameterError(f"{path[:_MAX_SHOWN]} {expected}, got {shown(error['input'])}", param=param)
 
 
-def _shown(value: Any) -> str:
-    """A wrong value for an error message: it may be a megabyte, or an integer of thousands of digits."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value[: _MAX_SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+def _in_our_words(complaint: str) -> str:
+    return complaint.removeprefix("Input ").replace("should", "must", 1)

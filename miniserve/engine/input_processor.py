@@ -6,8 +6,9 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from miniserve.core.request import Request
@@ -15,13 +16,12 @@ from miniserve.engine.options import ChatOptions, RequestOptions
 from miniserve.engine.output_formats import Compiler, OutputFormats
 from miniserve.errors import ContextLengthError, InvalidParameterError, shown
 from miniserve.outputs import OutputFormat, Thinking
-from miniserve.sampling_params import SamplingParams, StructuredOutput
-from miniserve.structured.compiler import GrammarCompiler, GrammarError
+from miniserve.sampling_params import SamplingParams
+from miniserve.structured.compiler import GrammarCompiler
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message, check_continuable, check_history, normalise_messages
 from miniserve.text.parsers.base import CallsOnly, CallsOrAnswer, ToolParser
 from miniserve.text.parsers.tool_format import ToolFormat
-from miniserve.text.reasoning import answer_in
 from miniserve.text.spelling import Piece
 from miniserve.text.tokenizer import Tokenizer
 
@@ -127,24 +127,20 @@ class InputProcessor:
         token_ids = self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
         token_ids = self._fitting(token_ids, sampling, options, param="messages")
         prompt = "".join(piece.text for piece in pieces)
-        structure = sampling.structured_outputs
-        output_format = self.formats.of_chat(prompt, messages, chat, structure)
-        if chat.continue_final_message and structure is not None and not chat.demanded_tools:
-            output_format = self._continued(output_format, structure, messages[-1]["content"])
+        output_format = self.formats.of_chat(prompt, messages, chat, sampling.structured_outputs)
         return self._request(request_id, token_ids, sampling, options, output_format)
 
-    def tool_parser(self, chat: ChatOptions, structure: StructuredOutput | None = None) -> ToolParser | None:
-        """What finds the calls in one answer; None where the model is told of no tools.
-
-        `structure`: of an answer in words.
-        """
-        tools = chat.offered_tools
+    def tool_parser(self, chat: ChatOptions, request: Request) -> ToolParser | None:
+        """What finds the calls in one answer to a request that was made with `chat`; None where there can be none."""
+        tools, structure = chat.offered_tools, request.sampling.structured_outputs
         if not tools:
             return None
+        if structure is not None and chat.continue_final_message and request.output_format.grammar.has_begun:
+            return None  # the answer is the rest of a structure
         parser = self.tool_format.parser(tools, max_calls=chat.max_calls)
         if chat.demanded_tools:
             return CallsOnly(parser)
-        if structure is None or chat.continue_final_message:  # what is gone on with may be in the middle of a string
+        if structure is None:
             return parser
         return CallsOrAnswer(parser, self.tool_format.opening)
 
@@ -163,7 +159,7 @@ class InputProcessor:
         """
         if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidParameterError(
-                f"a prompt must be text or a list of token ids, got {type(prompt).__name__}", param="prompt"
+                f"a prompt must be text or an array of token ids, got {shown(prompt)}", param="prompt"
             )
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -181,6 +177,7 @@ class InputProcessor:
         return self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
 
     def _render(self, messages: Sequence[Message], chat: ChatOptions) -> list[Piece]:
+        _check_switches(chat.template_kwargs)
         tools = chat.offered_tools
         if not self.tool_format.told_by_template:
             messages, tools = self.tool_format.with_tools(messages, tools), ()
@@ -229,21 +226,6 @@ class InputProcessor:
             priority=options.priority,
             output_format=output_format,
         )
-
-    def _continued(self, output_format: OutputFormat, structure: StructuredOutput, text: str) -> OutputFormat:
-        """The format of what follows `text`, so that both together keep to `structure`."""
-        # With reasoning still to come or to end, the answer has not begun.
-        begun = "" if output_format.thinking is not None else answer_in(text, self.thinking)
-        if not begun:
-            return output_format
-        try:
-            return replace(output_format, grammar=output_format.grammar.after(begun))
-        except GrammarError as error:
-            raise InvalidParameterError(
-                f"continue_final_message: the final message, {shown(begun)}, does not begin an answer that keeps to "
-                f"{structure.name}; correct its text, or leave one of the two fields out",
-                param="continue_final_message",
-            ) from error
 
     def _cut(self, token_ids: list[int], max_tokens: int | None, kept: int | None) -> list[int]:
         """The last `kept` tokens, or with -1 as many as leave room for the answer."""
@@ -338,6 +320,16 @@ def _checked(messages: Sequence[Message], chat: ChatOptions) -> list[dict[str, A
     if chat.continue_final_message:
         check_continuable(normalised)
     return normalised
+
+
+def _check_switches(template_kwargs: Mapping[str, Any]) -> None:
+    """In a template, the text "false" is as good as true. Some template may take a number for `thinking`."""
+    for name, kinds in (("enable_thinking", (bool, NoneType)), ("thinking", (bool, NoneType, int, float))):
+        if not isinstance(value := template_kwargs.get(name), kinds):
+            raise InvalidParameterError(
+                f"chat_template_kwargs.{name} must be true or false, got {shown(value)}",
+                param="chat_template_kwargs",
+            )
 
 
 def _room_for_output(max_tokens: int | None) -> int:

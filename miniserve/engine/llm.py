@@ -15,7 +15,7 @@ from miniserve.engine.build import EngineParts, LoadProgress, build_engine
 from miniserve.engine.input_processor import Prompt
 from miniserve.engine.openai_fields import parse_response_format, parse_tool_choice, parse_tools
 from miniserve.engine.options import ChatOptions
-from miniserve.errors import InternalError, InvalidParameterError
+from miniserve.errors import InternalError, InvalidParameterError, shown
 from miniserve.outputs import EngineOutput, FinishReason, RequestOutput
 from miniserve.sampling_params import SamplingParams, StructuredOutput
 from miniserve.text.messages import Message
@@ -129,7 +129,7 @@ class LLM:
         """Checked requests for `stream`, one a conversation. `answer_format`: where the sampling has none."""
         if isinstance(conversations, (str, bytes)) or not isinstance(conversations, Sequence):
             raise InvalidParameterError(
-                "messages must be a list of messages, each with role and content", param="messages"
+                "messages must be an array of messages, each with role and content", param="messages"
             )
         is_one = any(isinstance(part, Mapping) for part in conversations)
         batch: Sequence[Any] = [conversations] if is_one else conversations
@@ -199,7 +199,7 @@ class LLM:
 
     def tool_parser(self, chat: ChatOptions, request: Request) -> ToolParser | None:
         """What finds the tool calls in the answer to one conversation; None where there are none to find."""
-        return self._parts.input_processor.tool_parser(chat, request.sampling.structured_outputs)
+        return self._parts.input_processor.tool_parser(chat, request)
 
     def _sampling_of_each(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -226,7 +226,7 @@ class LLM:
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise InvalidParameterError(f"prompts must be text or lists, got {type(prompts).__name__}", param="prompt")
+        raise InvalidParameterError(f"prompts must be text or lists, got {shown(prompts)}", param="prompt")
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from miniserve.engine.options import TOOL_CHOICES, ToolChoice
+from miniserve.engine.options import REASONING_EFFORTS, TOOL_CHOICES, ToolChoice
 from miniserve.errors import InvalidParameterError, UnsupportedParameterError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.strict_json import read_json
@@ -27,12 +27,12 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     """The functions that the model may call.
 
     Raises:
-        InvalidParameterError: it is no list, or one of them is malformed; as `read_tools`.
+        InvalidParameterError: it is no array, or one of them is malformed; as `read_tools`.
     """
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _wrong("tools", "must be a list of functions", value)
+        raise _wrong("tools", "must be an array of functions", value)
     return read_tools(value)
 
 
@@ -61,6 +61,27 @@ def parse_tool_choice(value: Any) -> tuple[ToolChoice, str | None]:
     if not isinstance(name, str) or not name:
         raise _wrong("tool_choice", "must name the function, as tool_choice.function.name", name)
     return "required", name
+
+
+def parse_reasoning(value: Any) -> str | None:
+    """The effort that `reasoning` names, in the spelling of OpenAI's newer API; None leaves it to the template.
+
+    Raises:
+        InvalidParameterError, UnsupportedParameterError: it is no object, or asks for anything else.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong("reasoning", 'must be an object, such as {"effort": "low"}', value)
+    for key, given in value.items():
+        if key != "effort" and given is not None:
+            raise UnsupportedParameterError(
+                f"reasoning.{str(key)[:40]} is not implemented; leave it out", param="reasoning"
+            )
+    effort = value.get("effort")
+    if effort is not None and effort not in REASONING_EFFORTS:
+        raise _wrong("reasoning", f"must have one of {', '.join(REASONING_EFFORTS)} as effort", effort)
+    return effort
 
 
 def parse_response_format(value: Any) -> StructuredOutput | None:
@@ -135,7 +156,7 @@ def _structured_text(kind: Any) -> Callable[[Any], StructuredOutput]:
 def _structured_choice(source: Any) -> StructuredOutput:
     is_list = isinstance(source, Sequence) and not isinstance(source, str)
     if not is_list or not source:
-        raise _wrong("structured_outputs", "must have a non-empty list of strings as choice", source)
+        raise _wrong("structured_outputs", "must have a non-empty array of strings as choice", source)
     for index, answer in enumerate(source):
         if not isinstance(answer, str) or not answer:
             raise InvalidParameterError(

@@ -12,15 +12,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from miniserve.engine.options import ChatOptions
-from miniserve.errors import InvalidParameterError
+from miniserve.errors import InvalidParameterError, shown
 from miniserve.outputs import PLAIN_TEXT, OutputFormat, Thinking
 from miniserve.sampling_params import StructuredOutput
+from miniserve.structured.compiler import GrammarError
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.messages import Message
 from miniserve.text.parsers.base import Tool
 from miniserve.text.parsers.formats import find_format
 from miniserve.text.parsers.tool_format import ToolFormat
-from miniserve.text.reasoning import find_thinking, thinking_behind
+from miniserve.text.reasoning import answer_in, find_thinking, thinking_behind
 from miniserve.text.tokenizer import Tokenizer
 
 _MAX_SEARCH_SECONDS = 2.0  # for the tool that is at fault, of many
@@ -97,10 +98,30 @@ class OutputFormats:
                 param="structured_outputs",
             )
         thinking = self._thinking(prompt, messages, chat)
+        if structure is not None and (begun := self._begun_answer(thinking, messages, chat)):
+            # Calls would come in place of the structure, not in its middle.
+            return OutputFormat(grammar=self._rest(structure, begun))
         shown_ids = self._tag_ids if thinking is not None else frozenset()
         if chat.offered_tools:
             shown_ids = shown_ids.union(self._special_ids.values())
         return OutputFormat(thinking, shown_ids, self._grammar(chat, structure))
+
+    def _begun_answer(self, thinking: Thinking | None, messages: Sequence[Message], chat: ChatOptions) -> str:
+        """What the final message has of the answer in words; none where reasoning has yet to come, or to end."""
+        if not chat.continue_final_message or chat.demanded_tools or thinking is not None:
+            return ""
+        return answer_in(messages[-1]["content"], self.thinking)
+
+    def _rest(self, structure: StructuredOutput, begun: str) -> Any:
+        """The grammar of what follows `begun`, so that both together keep to `structure`."""
+        try:
+            return self._grammars.compile(structure).after(begun)
+        except GrammarError as error:
+            raise InvalidParameterError(
+                f"continue_final_message: the final message, {shown(begun)}, does not begin an answer that keeps to "
+                f"{structure.name}; correct its text, or leave one of the two fields out",
+                param="continue_final_message",
+            ) from error
 
     def _thinking(self, prompt: str, messages: Sequence[Message], chat: ChatOptions) -> Thinking | None:
         """None where the prompt has closed the reasoning, or the answer has begun already."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from miniserve.errors import InvalidParameterError, QueueFullError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
+from miniserve.structured.named_tokens import misnamed_token
 from miniserve.structured.numbers import inexact_number, lossy_multiple
 from miniserve.structured.optional import too_many_optional
 from miniserve.structured.reasons import in_words
@@ -115,9 +116,14 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar, at its start. Never changes; one may serve any number of answers."""
+    """A compiled grammar, at its start. Never changes; one may serve any number of answers.
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    Attributes:
+        has_begun: it is of the rest of an answer, whose beginning is given.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, has_begun: bool = False) -> None:
+        self.has_begun = has_begun
         self._matcher = matcher
         self._tokenizer = tokenizer
 
@@ -133,7 +139,7 @@ class Grammar:
         """
         matcher = self._matcher.deep_copy()
         Matcher(matcher, self._tokenizer).accept_text(text)
-        return Grammar(matcher, self._tokenizer)
+        return Grammar(matcher, self._tokenizer, has_begun=True)
 
 
 class GrammarCompiler:
@@ -157,6 +163,9 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._max_tokens = math.inf if max_tokens is None else max_tokens
         self._longest_token = 1
+        known_end_ids = (i for i in eos_token_ids if 0 <= i < num_token_ids)
+        end_tokens = {i: tokenizer.token_bytes(i).decode(errors="replace") for i in known_end_ids}
+        self._misnamed_token = partial(misnamed_token, num_token_ids=num_token_ids, end_tokens=end_tokens)
         self._vocabulary = partial(_vocabulary, tokenizer, num_token_ids, eos_token_ids)
         self._library_tokenizer: LLTokenizer | None = None
         self._cache = _Cache()
@@ -175,7 +184,7 @@ class GrammarCompiler:
         if (cached := self._cache.get(asked)) is not None:
             return cached
         grammar = to_grammar(asked)
-        if reason := _unkept(asked):
+        if reason := _unkept(asked) or self._misnamed_token(asked):
             raise refused(asked, reason)
         with self._turn() as rehearsal:
             if (cached := self._cache.get(asked)) is not None:  # while this thread waited

@@ -9,7 +9,7 @@ import re
 
 _MAX_LENGTH = 300
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_TOO_LARGE = "it takes too much to compile: shorten its lists, lengths and patterns, or make it several requests"
+_TOO_LARGE = "it takes too much to compile: shorten its arrays, lengths and patterns, or make it several requests"
 _REASONS = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -35,6 +35,20 @@ _REASONS = tuple(
             r"Expected (?:[uf]64|positive integer) for '(\w+)', got (.{1,40})",
             r"\1 is \2, which is too large or no integer; use another",
         ),
+        (
+            r"Unsatisfiable schema: Regex is empty|^Regex is empty",
+            "no text fits its pattern, its format and its lengths together; change one of them",
+        ),
+        (
+            r"Unable to determine if regex is empty",
+            "it cannot be found out whether any text fits its pattern, its format and its lengths together; make the "
+            "pattern simpler, or leave one of them out",
+        ),
+        (
+            r"patternProperty regexes (.{1,60}) and (.{1,60}) are (?:not )?disjoint",
+            r"the same name may fit two of its patternProperties, \1 and \2; make them exclude each other",
+        ),
+        (r'unknown special token: "(.*?)"', r"the model has no special token '\1'; text stands between quotes"),
         (r"Unsatisfiable schema: (.*)", r"no value is valid against it: \1"),
         (r"Pointer '(.*)' does not exist", r"it refers to '#\1', which is not there"),
         (r"Anchor '(.*)' does not exist", r"it refers to '#\1', but no part of it has this $anchor"),
@@ -46,8 +60,36 @@ _REASONS = tuple(
             r"maximum number of nested parentheses",
             "a regular expression nests too deep, or a number has too many digits; make it shorter",
         ),
-        (r"look-around, including", "look-ahead and look-behind are not supported in regular expressions"),
-        (r"lookarounds not supported yet", r"\\b and \\B, borders of words, are not supported in regular expressions"),
+        (
+            r"look-around, including",
+            "look-ahead and look-behind are not supported in regular expressions; write out what may come",
+        ),
+        (
+            r"lookarounds not supported yet; (?:Start|End)",
+            "^ and $ are supported at the ends of a regular expression only; leave out the others",
+        ),
+        (
+            r"lookarounds not supported yet",
+            r"\\b and \\B, borders of words, are not supported in regular expressions; write out what may come there",
+        ),
+        (
+            r"backreferences are not supported",
+            r"backreferences such as \\1 are not supported in regular expressions; write out what they repeat",
+        ),
+        (
+            r"unrecognized flag",
+            "groups such as (?>...), (?#...), (?(1)...) and (?P=name) are not supported in regular expressions; use "
+            "(?:...), or leave them out",
+        ),
+        (
+            r"unrecognized escape sequence",
+            r"a regular expression has an unknown escape, such as \\Z, \\h or \\Q; write out what it stands for",
+        ),
+        (
+            r"pattern can match invalid UTF-8",
+            "a regular expression lets through what is not valid UTF-8; leave out (?-u)",
+        ),
+        (r"decimal literal invalid", "a number in a regular expression is too large; use a smaller one"),
         (
             r"[Cc]ircular references",
             "a $ref that leads back to itself is not supported beside other keywords",

@@ -11,6 +11,7 @@ and limits are those of POSIX: elsewhere no grammar is tried, and so none is tak
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -29,17 +30,16 @@ from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
 
 REHEARSAL_SECONDS = 1.5
-_NUM_WALKS = 12
-_NUM_STEPS = 16
-_WALK_SECONDS = 0.1  # of processor time, when no other walk begins; most grammars take half of it for all
+# Steps of each walk, and how often it goes inward where it can: chance alone would end most objects at once, write
+# blanks, or stay in the first string. Two long ones come deep.
+_WALKS = ((16, 0.7), (128, 1.0), (128, 0.7), *9 * ((16, 0.7),))
+_INWARD = ("{", "[", '"', ":", ",")
+_WALK_SECONDS = 0.1  # of processor time, for all but the first; most grammars take half of it for all
 _MAX_MASK_SECONDS = 0.25  # of processor time
 _MAX_GRAMMAR_BYTES = 2**26
 _MEMORY_BYTES = 2**31  # address space, most of which is never touched
 # Less than any thread has in which a grammar is compiled or followed.
 _STACK_BYTES = 2**20
-# Chance alone would end most objects at once, write blanks, or stay in the first string: much is found further in.
-_INWARD = ("{", "[", '"', ":", ",")
-_INWARD_SHARE = 0.7
 _TOO_HARD = f"it takes more than {REHEARSAL_SECONDS:g} s, or too much memory, to compile"
 
 
@@ -125,32 +125,50 @@ def rehearse(tokenizer: LLTokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return matcher.get_error()
-    begun = time.thread_time()
-    for seed in range(_NUM_WALKS):
-        if seed and time.thread_time() - begun > _WALK_SECONDS:
+    begun, deadline = time.thread_time(), math.inf
+    for seed, (num_steps, inward_share) in enumerate(_WALKS):
+        if time.thread_time() > deadline:
             break
-        if error := _walk(matcher.deep_copy(), tokenizer, random.Random(seed)):
+        if error := _Walk(matcher.deep_copy(), tokenizer, random.Random(seed), inward_share).go(num_steps, deadline):
             return error
+        deadline = begun + _WALK_SECONDS  # but the first walk is made to its end
     return "it takes too much memory" if _resident_bytes() - before > _MAX_GRAMMAR_BYTES else ""
 
 
-def _walk(matcher: LLMatcher, tokenizer: LLTokenizer, dice: random.Random) -> str:
-    """Write the beginning of an answer. What is wrong; empty if nothing is."""
-    inward = [token_ids[0] for text in _INWARD if len(token_ids := tokenizer.greedy_tokenize(text)) == 1]
-    num_written = 0
-    while num_written < _NUM_STEPS:
-        start = time.thread_time()
-        mask = matcher.compute_bitmask()
-        if time.thread_time() - start > _MAX_MASK_SECONDS:
-            return "it takes too long to find out what may come next: too much of it matches at once"
-        deeper = [i for i in inward if mask[i // 8] >> i % 8 & 1] if dice.random() < _INWARD_SHARE else []
-        token_id = deeper[0] if deeper else _some_token(mask, tokenizer, dice)
-        if token_id is None or not matcher.consume_token(token_id) or matcher.is_stopped():
-            break
-        num_written += 1
+class _Walk:
+    """Writes the beginning of an answer."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, dice: random.Random, inward_share: float) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._dice = dice
+        self._inward_share = inward_share
+        self._inward = [ids[0] for text in _INWARD if len(ids := tokenizer.greedy_tokenize(text)) == 1]
+
+    def go(self, num_steps: int, deadline: float) -> str:
+        """At most so many steps, and none begins after `deadline`. What is wrong; empty if nothing is."""
+        num_written = 0
+        while num_written < num_steps and (start := time.thread_time()) < deadline:
+            mask = self._matcher.compute_bitmask()
+            if time.thread_time() - start > _MAX_MASK_SECONDS:
+                return "it takes too long to find out what may come next: too much of it matches at once"
+            token_id = self._next_token(mask)
+            if token_id is None or not self._matcher.consume_token(token_id) or self._matcher.is_stopped():
+                break
+            num_written += 1
+        return _failure(self._matcher, is_at_start=not num_written)
+
+    def _next_token(self, mask: bytes) -> int | None:
+        deeper = [i for i in self._inward if mask[i // 8] >> i % 8 & 1]
+        if deeper and self._dice.random() < self._inward_share:
+            return deeper[0]
+        return _some_token(mask, self._tokenizer, self._dice)
+
+
+def _failure(matcher: LLMatcher, *, is_at_start: bool) -> str:
     error = matcher.get_error() if matcher.is_error() else ""
     if "NoExtension" in error:  # a dead end is reached by chance, unless it is at the beginning
-        error = "" if num_written else "no answer is possible"
+        error = "no answer is possible" if is_at_start else ""
     elif "satisfy the grammar" in error:  # what the mask allowed
         error = "it asks for text that the model has no tokens for"
     return error

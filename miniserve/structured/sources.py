@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from miniserve.errors import InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
 from miniserve.strict_json import read_json
+from miniserve.structured.effectless import without_effectless
 
 # A schema must not change them for itself. White space between the parts of a document is one blank, or a line break
 # with indentation: a small model would write it for ever. Escapes such as \u00e9 are JSON like any others.
@@ -56,7 +57,7 @@ def to_grammar(asked: StructuredOutput) -> str:
                     "it looks like GBNF or another Backus-Naur form; write it in Lark, as llguidance reads it: "
                     '"start: ..." is the first rule, with ":" in place of "::="',
                 )
-            return LLMatcher.grammar_from_lark(asked.source)
+            return LLMatcher.grammar_from_lark(_with_plain_schemas(asked.source))
 
 
 def schemas_of(asked: StructuredOutput) -> Iterator[Any]:
@@ -86,17 +87,40 @@ def _from_schema(asked: StructuredOutput) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise refused(asked, f"a schema is a JSON object, got {json.dumps(schema)[:100]}")
-    known = {name: value for name, value in schema.items() if name != "x-guidance"}
+    known = {name: value for name, value in _plain(schema).items() if name != "x-guidance"}
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(known), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:  # escapes that only Python reads
         raise refused(asked, "it is not valid JSON: it has half a surrogate pair, \\ud800 to \\udfff") from error
 
 
+def _plain(schema: Any) -> Any:
+    try:
+        return without_effectless(schema)
+    except RecursionError:  # as deep as that, it is refused for it
+        return schema
+
+
+def _with_plain_schemas(source: str) -> str:
+    """A grammar with its JSON schemas as they have an effect."""
+    parts, end = [], 0
+    for start in _JSON_IN_LARK.finditer(source):
+        if start.end() < end:
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(source, start.end())
+        except (ValueError, RecursionError):  # within a literal, or refused for it
+            continue
+        if (plain := _plain(schema)) is not schema:
+            parts += [source[end : start.end()], json.dumps(plain, ensure_ascii=False)]
+            end = after
+    return "".join(parts) + source[end:]
+
+
 def _from_choices(asked: StructuredOutput) -> str:
     choices = _parse(asked)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise refused(asked, "it must be a list of strings, with one at least")
+        raise refused(asked, "it must be an array of strings, with one at least")
     # As one terminal: as alternatives of a rule, thousands would be too many.
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 

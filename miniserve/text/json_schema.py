@@ -40,8 +40,8 @@ def _is_string(value: Any) -> bool:
 
 
 _OBJECT = _Demand("must be an object of schemas", lambda value: isinstance(value, Mapping))
-_SCHEMAS = _Demand("must be a list of schemas", lambda value: isinstance(value, list))
-_ALTERNATIVES = _Demand("must be a non-empty list of schemas", lambda value: isinstance(value, list) and bool(value))
+_SCHEMAS = _Demand("must be an array of schemas", lambda value: isinstance(value, list))
+_ALTERNATIVES = _Demand("must be a non-empty array of schemas", lambda value: isinstance(value, list) and bool(value))
 _NUMBER = _Demand("must be a number", _is_number)
 _BOUND = _Demand("must be a number", lambda value: isinstance(value, (int, float)))  # in older drafts a boolean
 _COUNT = _Demand("must be an integer of at least 0", lambda value: _is_number(value) and value >= 0 and value % 1 == 0)
@@ -58,11 +58,11 @@ _DEMANDS: Mapping[str, _Demand] = {
     **dict.fromkeys(_MAPPED, _OBJECT),
     **dict.fromkeys(_LISTED, _SCHEMAS),
     **dict.fromkeys(("anyOf", "oneOf"), _ALTERNATIVES),
-    "type": _Demand(f"must be one of {', '.join(_TYPES)}, or a non-empty list of them", _is_type),
+    "type": _Demand(f"must be one of {', '.join(_TYPES)}, or a non-empty array of them", _is_type),
     "required": _Demand(
-        "must be a list of strings", lambda value: isinstance(value, list) and all(map(_is_string, value))
+        "must be an array of strings", lambda value: isinstance(value, list) and all(map(_is_string, value))
     ),
-    "enum": _Demand("must be a non-empty list", lambda value: isinstance(value, list) and bool(value)),
+    "enum": _Demand("must be a non-empty array", lambda value: isinstance(value, list) and bool(value)),
     **dict.fromkeys(("minimum", "maximum"), _NUMBER),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _BOUND),
     "multipleOf": _Demand("must be a number greater than 0", lambda value: _is_number(value) and value > 0),

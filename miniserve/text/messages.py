@@ -46,7 +46,7 @@ def check_history(messages: Sequence[Message]) -> None:
     """
     call_ids: set[str] = set()
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise _wrong(f"messages must be a list of messages, each with role and content, got {_kind(messages)}")
+        raise _wrong(f"messages must be an array of messages, each with role and content, got {_kind(messages)}")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -64,7 +64,7 @@ def check_history(messages: Sequence[Message]) -> None:
             _check_answer(message, where, call_ids)
         content = message.get("content")
         if role in _SPEAKERS and (content is None or content == []):
-            got = "null" if content is None else "an empty list"
+            got = "null" if content is None else "an empty array"
             raise _wrong(f"{where}.content of the role {shown(role)} must be text or text parts, got {got}")
 
 
@@ -146,7 +146,7 @@ def _normalise(message: Message, where: str, keep_broken_calls: bool) -> dict[st
         _rename_reasoning(result, where)
     tool_calls = result.pop("tool_calls", None)
     if tool_calls is not None and not isinstance(tool_calls, list):
-        raise _wrong(f"{where}.tool_calls must be a list, got {_kind(tool_calls)}")
+        raise _wrong(f"{where}.tool_calls must be an array, got {_kind(tool_calls)}")
     if tool_calls:
         result["tool_calls"] = [
             _normalise_call(call, f"{where}.tool_calls[{i}]", keep_broken_calls) for i, call in enumerate(tool_calls)
@@ -171,7 +171,7 @@ def _content_text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _wrong(f"{where} must be a string or a list of text parts, got {_kind(content)}")
+        raise _wrong(f"{where} must be a string or an array of text parts, got {_kind(content)}")
     return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
@@ -230,7 +230,7 @@ def _kind(value: Any) -> str:
         (str, "a string"),
         ((int, float), "a number"),
         (Mapping, "an object"),
-        (Sequence, "a list"),
+        (Sequence, "an array"),
     )
     default = "null" if value is None else type(value).__name__
     return next((name for kind, name in names if isinstance(value, kind)), default)

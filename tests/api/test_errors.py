@@ -289,11 +289,23 @@ def test_tool_calls_of_a_wrong_shape(api: Api, tool_calls: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": []}, "messages must have at least 1 entries, got a list"),
+        ({"messages": []}, "messages must have at least 1 entries, got an array"),
         ({"messages": ["hi"]}, "messages[0] must be an object, got 'hi'"),
-        ({"messages": 5}, "messages must be a list, got 5"),
+        ({"messages": 5}, "messages must be an array, got 5"),
         ({"messages": HELLO["messages"], "stream": "yes"}, "stream must be true or false, got 'yes'"),
         ({"messages": HELLO["messages"], "seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"messages": HELLO["messages"], "stop_token_ids": {}}, "stop_token_ids must be an array, got an object"),
+        ({"messages": HELLO["messages"], "logit_bias": []}, "logit_bias must be an object, got an array"),
+        ({"messages": HELLO["messages"], "seed": {}}, "seed must be an integer, got an object"),
+        ({"messages": HELLO["messages"], "tools": {}}, "tools must be an array of functions, got {}"),
+        ({"messages": HELLO["messages"], "top_p": 0}, "top_p must be greater than 0, got 0"),
+        ({"messages": HELLO["messages"], "n": 0}, "n must be greater than or equal to 1, got 0"),
+        ({"messages": HELLO["messages"], "n": 200}, "n must be less than or equal to 128, got 200"),
+        ({"messages": HELLO["messages"], "cache_salt": ""}, "cache_salt must have at least 1 characters, got ''"),
+        (
+            {"messages": [{"role": None}]},
+            "messages[0].role must be 'system', 'developer', 'user', 'assistant', 'tool' or 'function', got null",
+        ),
     ],
 )
 def test_complaints_are_in_the_words_of_json(api: Api, body: Any, words: str) -> None:

@@ -112,8 +112,28 @@ ONLY_CHAT: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "parallel_tool_calls": ([True, False, None], ["true", 1]),
     "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", "max", None], ["", "huge", 1, True, []]),
+    "reasoning": (
+        [{"effort": "none"}, {"effort": None}, {}, None],
+        [{"effort": "huge"}, {"effort": 1}, "low", [], True],
+    ),
     "include_reasoning": ([True, False, None], ["true", 1]),
-    "chat_template_kwargs": ([{}, {"nobody_reads_this": [1, {"a": None}]}, None], [[], "x", 1, {"messages": []}]),
+    "chat_template_kwargs": (
+        [
+            {},
+            {"nobody_reads_this": [1, {"a": None}]},
+            {"enable_thinking": None, "thinking": False},
+            {"thinking": 7},
+            None,
+        ],
+        [
+            [],
+            "x",
+            1,
+            {"messages": []},
+            *({"enable_thinking": "false"}, {"enable_thinking": ""}, {"enable_thinking": 1}, {"enable_thinking": []}),
+            *({"thinking": "false"}, {"thinking": [True]}),
+        ],
+    ),
     "add_generation_prompt": ([True, False, None], ["true", 1]),
     "continue_final_message": ([False, None], ["true", 1, True]),
     "messages": (
@@ -229,6 +249,36 @@ def test_choices_are_bounded_per_request(api: Api) -> None:
     assert api.complete(["a"] * 1025).error["param"] == "prompt"
     too_many = api.complete(["a"] * 9, n=128)
     assert too_many.status == 400 and too_many.error["param"] == "n" and "1152" in too_many.error["message"]
+
+
+def test_a_switch_of_the_template_that_is_text_is_named(api: Api) -> None:
+    """Bug: the text "false" turned the reasoning on."""
+    for path in (CHAT, "/tokenize"):
+        answer = api.post(path, {**HELLO, "chat_template_kwargs": {"enable_thinking": "false"}})
+        assert answer.error["param"] == "chat_template_kwargs"
+        assert answer.error["message"] == "chat_template_kwargs.enable_thinking must be true or false, got 'false'"
+
+
+def test_efforts_by_both_names(api: Api) -> None:
+    """Bug: `reasoning` was ignored, and with it an effort of none."""
+    assert api.chat(reasoning={"effort": "low"}, reasoning_effort="low").status == 200
+    answer = api.chat(reasoning={"effort": "none"}, reasoning_effort="low")
+    assert answer.error["param"] == "reasoning" and "contradict" in answer.error["message"]
+    answer = api.chat(reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True})
+    assert answer.error["param"] == "reasoning.effort"
+    assert answer.error["message"].startswith("reasoning.effort is 'none', but")
+    for key in ("max_tokens", "exclude", "summary"):
+        answer = api.chat(reasoning={"effort": "low", key: 5})
+        assert answer.brief()[2] == "unsupported_parameter" and answer.error["param"] == "reasoning"
+        assert f"reasoning.{key} is not implemented" in answer.error["message"]
+
+
+def test_other_words_for_reasoning_are_told_ours(api: Api) -> None:
+    """Bug: budgets and switches of other servers were ignored, and the model reasoned on."""
+    for name, value in (("thinking_token_budget", 10), ("thinking", {"type": "disabled"}), ("enable_thinking", False)):
+        for path, remedy in ((CHAT, "leave it out, or send reasoning_effort"), (COMPLETIONS, "leave it out")):
+            answer = api.post(path, {**(HELLO if path == CHAT else {"prompt": "a"}), name: value})
+            assert answer.error["message"] == f"{name} is not implemented; {remedy}"
 
 
 def test_min_tokens_over_max_tokens(api: Api) -> None:

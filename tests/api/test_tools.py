@@ -233,6 +233,8 @@ def test_effort_and_template_variables_reach_the_prompt() -> None:
         assert prompt_of(api, reasoning_effort="none").endswith(closed)
         assert prompt_of(api, chat_template_kwargs={"enable_thinking": False}).endswith(closed)
         assert prompt_of(api, chat_template_kwargs={"enable_thinking": True}).endswith("<think>\n")
+        assert prompt_of(api, reasoning={"effort": "none"}).endswith(closed)
+        assert prompt_of(api, reasoning={"effort": None}) == prompt_of(api, reasoning={}) == prompt_of(api)
         refused = api.chat(chat_template_kwargs={"messages": []})
         assert refused.status == 400 and refused.error["param"] == "chat_template_kwargs"
 
@@ -295,7 +297,7 @@ def test_tool_choices_that_cannot_be() -> None:
 SCHEMA_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"properties": []}, "properties must be an object of schemas, got []"),
     ({"properties": {"a": 5}}, "properties.a must be an object or a boolean, got 5"),
-    ({"required": "a"}, 'required must be a list of strings, got "a"'),
+    ({"required": "a"}, 'required must be an array of strings, got "a"'),
     ({"$ref": "#/$defs/none"}, '$ref is "#/$defs/none", but there is nothing at this place'),
     ({"type": ["object", "null"]}, 'must have the type "object", for arguments are always one'),
     ({"properties": {"a": {"type": []}}}, "properties.a.type must be one of string"),

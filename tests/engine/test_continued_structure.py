@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from miniserve.engine.answer import join_deltas
 from miniserve.engine.input_processor import InputProcessor
 from miniserve.engine.options import ChatOptions
 from miniserve.errors import InvalidParameterError
@@ -34,6 +36,18 @@ def grammars() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
+def make_processor(grammars: GrammarCompiler, *, thinks: bool = False) -> InputProcessor:
+    return InputProcessor(
+        TOKENIZER,
+        num_token_ids=TOKENIZER.num_token_ids,
+        max_model_len=MAX_MODEL_LEN,
+        kv_capacity_tokens=1000,
+        eos_token_ids=frozenset({EOS}),
+        chat_template=ChatTemplate(TEMPLATE + ("{# <think> #}" if thinks else ""), {}),
+        grammars=grammars,
+    )
+
+
 def going_on(
     grammars: GrammarCompiler,
     beginning: str,
@@ -45,15 +59,7 @@ def going_on(
     **options: Any,
 ) -> EngineOutput:
     """What is added to `beginning` by a model that would write `line`."""
-    processor = InputProcessor(
-        TOKENIZER,
-        num_token_ids=TOKENIZER.num_token_ids,
-        max_model_len=MAX_MODEL_LEN,
-        kv_capacity_tokens=1000,
-        eos_token_ids=frozenset({EOS}),
-        chat_template=ChatTemplate(TEMPLATE + ("{# <think> #}" if thinks else ""), {}),
-        grammars=grammars,
-    )
+    processor = make_processor(grammars, thinks=thinks)
     messages = [USER, {"role": "assistant", "content": beginning}]
     sampling = SamplingParams(structured_outputs=structure, max_tokens=max_tokens)
     request = processor.process_chat("a", messages, sampling, ChatOptions(**{**OPTIONS, **options}))
@@ -137,6 +143,52 @@ def test_text_before_calls_that_are_demanded_is_free(grammars: GrammarCompiler) 
     asked = replace(CHOICE, sent_as="response_format")
     output = going_on(grammars, "Well: ", call, asked, tools=(Tool("f"),), tool_choice="required", max_tokens=45)
     assert output.text.startswith(call)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("beginning", "structure"),
+    [
+        ('{"a": "', StructuredOutput.json({"type": "object", "properties": {"a": {"type": "string"}}})),
+        ("a ", StructuredOutput("regex", "a (.|\\n)*")),
+        ("<tool_c", StructuredOutput("regex", "(.|\\n)*")),
+    ],
+    ids=["in a string", "in a pattern", "in a tag"],
+)
+def test_a_structure_that_has_begun_has_no_calls(
+    grammars: GrammarCompiler, beginning: str, structure: StructuredOutput
+) -> None:
+    """Bug: what looked like a call was taken out of the middle of a JSON string."""
+    chat = ChatOptions(**OPTIONS, tools=(Tool("f"),))
+    sampling = SamplingParams(structured_outputs=structure)
+    messages = [USER, {"role": "assistant", "content": beginning}]
+    processor = make_processor(grammars)
+    request = processor.process_chat("a", messages, sampling, chat)
+    assert processor.tool_parser(chat, request) is None
+    line = json.dumps(CALL)[1:-1] + '"}' if beginning.startswith("{") else CALL
+    assert going_on(grammars, beginning, line, structure, tools=chat.tools, max_tokens=80).text == line
+
+
+def test_a_call_that_has_begun_is_no_structure(grammars: GrammarCompiler) -> None:
+    """Bug: it went on, and its second half was the answer."""
+    with pytest.raises(InvalidParameterError, match="does not begin an answer that keeps to") as caught:
+        going_on(grammars, "<tool_c", "", tools=(Tool("f"),))
+    assert caught.value.param == "continue_final_message"
+
+
+def test_behind_reasoning_calls_and_the_structure_begin_alike(grammars: GrammarCompiler) -> None:
+    """Bug: half a call was shown as the answer there."""
+    chat = ChatOptions(**OPTIONS, tools=(Tool("f"),))
+    processor = make_processor(grammars, thinks=True)
+    messages = [USER, {"role": "assistant", "content": "<think>hm</think>"}]
+    request = processor.process_chat("a", messages, SamplingParams(structured_outputs=CHOICE), chat)
+    for line, text, num_calls in ((CALL, "", 1), ("yes", "yes", 0)):
+        parser = processor.tool_parser(chat, request)
+        assert parser is not None
+        answer = join_deltas(parser.push(line) + parser.flush())
+        assert (answer.text, len(answer.tool_calls)) == (text, num_calls)
 
 
 def test_an_answer_that_is_longer_than_the_context_is_refused(grammars: GrammarCompiler) -> None:

@@ -142,11 +142,22 @@ def test_empty_prompt(prompt: Any) -> None:
     assert "empty" in str(error)
 
 
-@pytest.mark.parametrize("bad", [-1, NUM_IDS, 10**30, True, 1.0, "a", None])
-def test_bad_token_id(bad: Any) -> None:
+@pytest.mark.parametrize(
+    ("bad", "shown"),
+    [
+        (-1, "-1"),
+        (NUM_IDS, str(NUM_IDS)),
+        (10**30, str(10**30)),
+        (True, "true"),
+        (1.0, "1.0"),
+        ("a", "'a'"),
+        (None, "null"),
+    ],
+)
+def test_bad_token_id(bad: Any, shown: str) -> None:
     error = refusal([1, bad, 2])
     assert isinstance(error, InvalidParameterError) and error.param == "prompt"
-    assert repr(bad) in str(error) and str(NUM_IDS - 1) in str(error)
+    assert f"has the token id {shown};" in str(error) and str(NUM_IDS - 1) in str(error)
 
 
 @pytest.mark.parametrize("bad", [10**5000, "x" * 100_000, [[]] * 1000], ids=["integer", "string", "list"])
@@ -340,10 +351,12 @@ def test_min_tokens_beyond_the_context() -> None:
 def test_an_answer_that_has_to_call_has_no_text() -> None:
     """Bug: a call that was cut before its name was known was shown as text."""
     tools = (Tool("f"),)
+    processor = make_processor()
+    request = processor.process_prompt("r", "a", SamplingParams())
     for options, shown in (
         (ChatOptions(tools=tools, tool_choice="required"), []),
         (ChatOptions(tools=tools, tool_choice="required", tool_name="f"), []),
         (ChatOptions(tools=tools), [TextDelta("<tool_call>")]),
     ):
-        parser = make_processor().tool_parser(options)
+        parser = processor.tool_parser(options, request)
         assert parser is not None and parser.push("<tool_call>") + parser.flush() == shown

@@ -201,6 +201,14 @@ def test_chat_with_tools_and_reasoning() -> None:
     assert (without.text, without.tool_calls) == (CALL, ())
 
 
+def test_a_structure_that_has_begun_has_no_calls() -> None:
+    """Bug: what looked like a call was taken out of its middle."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is "}]
+    sampling = replace(FREE, structured_outputs=StructuredOutput("regex", r"It is (.|\n)*"))
+    [output] = make_thinking_llm(CALL).chat(messages, sampling, tools=[TOOL], continue_final_message=True)
+    assert (output.text, output.tool_calls) == (CALL, ())
+
+
 def test_chat_options_reach_the_prompt() -> None:
     llm = make_thinking_llm("because</think>So.", "So.", "b")
     message = {"role": "user", "content": "hi"}

@@ -87,13 +87,14 @@ def splits(tokenizer: Tokenizer, text: str) -> list[list[int]]:
 def test_every_split_into_tokens(tokenizer: Tokenizer) -> None:
     chat = ChatOptions(tools=TOOLS)
     processor = make_processor(tokenizer)
+    request = processor.process_chat("r", MESSAGES, SamplingParams(), chat)
     for outputs in run(tokenizer, splits(tokenizer, SAID), chat):
-        parser = processor.tool_parser(chat)
+        parser = processor.tool_parser(chat, request)
         streamed = join_deltas(delta for output in outputs for delta in deltas_of(output, parser))
         whole = outputs[0]
         for output in outputs[1:]:
             whole = whole.merge(output)
-        plain = join_deltas(deltas_of(whole, processor.tool_parser(chat)))
+        plain = join_deltas(deltas_of(whole, processor.tool_parser(chat, request)))
         assert streamed == plain == EXPECTED
         assert whole.finish_reason is FinishReason.STOP
         assert 0 < whole.usage.reasoning_tokens < whole.usage.completion_tokens
@@ -103,8 +104,9 @@ def test_every_split_into_tokens(tokenizer: Tokenizer) -> None:
 def test_without_thinking_the_prompt_closes_the_reasoning(tokenizer: Tokenizer) -> None:
     chat = ChatOptions(tools=TOOLS, template_kwargs={"enable_thinking": False})
     processor = make_processor(tokenizer)
+    request = processor.process_chat("r", MESSAGES, SamplingParams(), chat)
     for outputs in run(tokenizer, splits(tokenizer, f"Let me look.\n{CALLS}")[:40], chat):
-        parser = processor.tool_parser(chat)
+        parser = processor.tool_parser(chat, request)
         answer = join_deltas(delta for output in outputs for delta in deltas_of(output, parser))
         assert answer == Answer("", EXPECTED.text, EXPECTED.tool_calls)
         assert outputs[-1].usage.reasoning_tokens == 0

@@ -162,6 +162,31 @@ def test_a_grammar_may_name_special_tokens(model: Model) -> None:
     assert matcher.complete
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ('start: "a" <[49152]>', "<[49152]> has the token id 49152; the vocabulary goes from 0 to 49151"),
+        ("start: <[3-999999]>", "<[3-999999]> has the token id 999999;"),
+        (f"start: <[{9**30}]>", "has the token id 4239115827521620"),
+        ('start: "a" <|im_end|> "b"', "<|im_end|> ends the answer wherever it comes; leave it out"),
+        ('start: "a" <[1,2]> "b"', "<[1,2]> has the token 2, <|im_end|>, which ends the answer"),
+        ("start: <[^1]>", "<[^1]> has the token 0, <|endoftext|>, which ends"),
+        ("start: <[*]>", "send <[^0,2]> for all other tokens"),
+        ("start: <nobody>", "the model has no special token '<nobody>'; text stands between quotes"),
+    ],
+)
+def test_a_token_that_no_grammar_may_name(model: Model, source: str, reason: str) -> None:
+    """Bugs: an unknown id "takes too much to compile"; a grammar went on behind the end of the answer."""
+    assert reason in refusal(model, "grammar", source)
+
+
+def test_what_only_looks_like_a_token_is_text(model: Model) -> None:
+    source = 'start: a // <[999999]> "\n# <|im_end|>\na: "\\"<[999999]>" /<\\[[0-9]+\\]>\\/<[99999]>/ "<|im_end|>"'
+    assert matches(model, compile_(model, "grammar", source), '"<[999999]><[7]>/<9><|im_end|>')
+    others = allowed(compile_(model, "grammar", "start: <[^0,2]>").start())
+    assert others == set(range(model.tokenizer.num_token_ids)) - END_IDS
+
+
 # Masks
 
 
@@ -381,9 +406,9 @@ def test_what_cannot_be_kept_is_named(model: Model, schema: dict[str, Any], name
         ("regex", "(?=a)b", "look-ahead"),
         ("regex", "(a", "unclosed group"),
         ("regex", "\ud800", "half a surrogate pair at character 0"),
-        ("choice", '"a"', "must be a list of strings"),
+        ("choice", '"a"', "must be an array of strings"),
         ("choice", "[]", "with one at least"),
-        ("choice", '["a", 1]', "must be a list of strings"),
+        ("choice", '["a", 1]', "must be an array of strings"),
         ("grammar", "start: a", "a"),
         ("grammar", 'root ::= "a" | "b"', '":" in place of "::="'),
         ("grammar", 'start: "a" )', "line 1, column 12: "),

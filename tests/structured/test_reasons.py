@@ -43,10 +43,27 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"type": "number", "multipleOf": 1e-300}, "its multipleOf cannot be kept exactly; use an integer up to"),
     ({"type": "string", "minLength": 1e30}, "minLength is 1e30, which is too large or no integer"),
     ({"type": "string", "pattern": "("}, "a regular expression is malformed: unclosed group"),
+    (
+        {"type": "string", "pattern": r"(a)\1"},
+        r"backreferences such as \1 are not supported in regular expressions; write",
+    ),
+    ({"type": "string", "pattern": "a^b"}, "^ and $ are supported at the ends of a regular expression only"),
+    ({"type": "string", "pattern": "(?>a)b"}, "groups such as (?>...), (?#...)"),
+    ({"type": "string", "pattern": r"a\Z"}, r"an unknown escape, such as \Z"),
+    ({"type": "string", "pattern": r"(?-u:\xff)"}, "leave out (?-u)"),
+    ({"type": "string", "pattern": "a{9999999999}"}, "a number in a regular expression is too large"),
+    (
+        {"type": "string", "pattern": "^(a|b)*a(a|b){40}$", "minLength": 3000, "maxLength": 3100},
+        "it cannot be found out whether any text fits its pattern, its format and its lengths together; make",
+    ),
+    (
+        {"patternProperties": {"a": {"type": "string"}, "b": {"type": "null"}}},
+        "the same name may fit two of its patternProperties, /a/ and /b/; make them exclude each other",
+    ),
 ]
 INNER = (
     *("coerce", "Lark", "<tool_call>", "x-guidance", "failed to compile", "at 3(", "3(", "%json", "llguidance"),
-    *("Some(", "f64", "u64"),
+    *("Some(", "f64", "u64", "regex", "flag", "literal invalid"),
 )
 
 
@@ -60,6 +77,12 @@ def test_a_schema_alone_and_as_that_of_a_tool(tokenizer: LLTokenizer, schema: di
         reason = in_words(message_of(tokenizer, grammar))
         assert words in reason and "\n" not in reason and len(reason) < 200, reason
         assert not any(word in reason for word in INNER), reason
+
+
+def test_a_pattern_that_nothing_fits(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "string", "pattern": "a", "maxLength": 0}
+    reason = in_words(message_of(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema))))
+    assert reason == "no text fits its pattern, its format and its lengths together; change one of them"
 
 
 def test_places_are_told_where_the_grammar_is_the_users(tokenizer: LLTokenizer) -> None:

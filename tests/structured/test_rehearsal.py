@@ -76,6 +76,17 @@ def test_what_is_too_much_within_an_object_is_refused(model: Model) -> None:
         model.compiler.compile(StructuredOutput.json(schema))
 
 
+def test_what_is_too_much_deep_within_is_refused(model: Model) -> None:
+    """Bug: no rehearsal came so deep, and the answer ended in an error there."""
+    fields = {f"f{i}": {"type": "string"} for i in range(6)}
+    schema: dict[str, Any] = {"anyOf": [{"type": "object", "properties": {**fields, f"z{i}": {}}} for i in range(200)]}
+    for level in range(8):
+        name = f"level{level}"
+        schema = {"type": "object", "properties": {name: schema}, "required": [name], "additionalProperties": False}
+    with pytest.raises(InvalidParameterError, match="too much may come next at one place"):
+        model.compiler.compile(StructuredOutput.json(schema))
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_only_looks_hostile_is_followed(model: Model, name: str) -> None:
     matcher = model.compiler.compile(StructuredOutput(*HARMLESS[name])).start()

@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**USER, "tool_calls": [call()]}, r"messages\[2\]\.tool_calls: only .* 'assistant' call tools; this is of 'user'"),
     ({**USER, "content": None}, r"messages\[2\]\.content of the role 'user' must be text or text parts, got null"),
     ({"role": "user"}, r"\.content of the role 'user' .*, got null"),
-    ({**USER, "content": []}, r"got an empty list"),
+    ({**USER, "content": []}, r"got an empty array"),
     ({"role": "system"}, r"\.content of the role 'system' must be text"),
     ({**USER, "name": 5}, r"messages\[2\]\.name must be a string, got a number"),
 ]

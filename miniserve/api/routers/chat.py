@@ -123,7 +123,7 @@ def _choices(
     request = processor.process_chat(call_id, messages, sampling, chat, asked.options)
     choices: list[Choice] = []
     for index, choice_request in enumerate(processor.choices(request, asked.n or 1)):
-        parser = processor.tool_parser(chat, sampling.structured_outputs)
+        parser = processor.tool_parser(chat, choice_request)
         choice = Choice(
             index,
             choice_request,

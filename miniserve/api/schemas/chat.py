@@ -16,9 +16,9 @@ from miniserve.api.schemas.common import (
     SamplingFields,
     UsageInfo,
 )
-from miniserve.engine.openai_fields import parse_tool_choice, parse_tools
+from miniserve.engine.openai_fields import parse_reasoning, parse_tool_choice, parse_tools
 from miniserve.engine.options import REASONING_EFFORTS, TOOL_CHOICES, ChatOptions
-from miniserve.errors import InvalidParameterError
+from miniserve.errors import InvalidParameterError, shown
 from miniserve.sampling_params import MAX_TOKENS
 from miniserve.text.parsers.base import MAX_TOOLS
 
@@ -56,12 +56,15 @@ _NAMED_FUNCTION = {
     "required": ["type", "function"],
 }
 _EFFORT_SCHEMA = {"anyOf": [{"enum": [*REASONING_EFFORTS]}, {"type": "null"}]}
+_REASONING_SCHEMA = {"anyOf": [{"type": "object", "properties": {"effort": _EFFORT_SCHEMA}}, {"type": "null"}]}
 _TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [*TOOL_CHOICES]}, _NAMED_FUNCTION, {"type": "null"}]}
 
 EffortField = Annotated[str | None, WithJsonSchema(_EFFORT_SCHEMA)]
-ToolsField = Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)]  # checked by `parse_tools`
+ReasoningField = Annotated[Any, WithJsonSchema(_REASONING_SCHEMA)]  # checked by `parse_reasoning`
+ToolsField = Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)]  # by `parse_tools`
 ToolChoiceField = Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)]  # and by `parse_tool_choice`
 TEMPLATE_KWARGS_DESCRIPTION = "more variables for the chat template, such as enable_thinking"
+REASONING_DESCRIPTION = "with effort only: the same as reasoning_effort"
 TOOLS_DESCRIPTION = f"functions that the model may call; at most {MAX_TOOLS}"
 CONTINUE_DESCRIPTION = "the answer goes on where the last message, the assistant's, ends"
 
@@ -90,6 +93,7 @@ class ChatCompletionRequest(SamplingFields):
     reasoning_effort: EffortField = Field(
         None, description="for the chat template, if it knows efforts; none asks for an answer without reasoning"
     )
+    reasoning: ReasoningField = Field(None, description=REASONING_DESCRIPTION)
     include_reasoning: bool | None = Field(
         None, description="show the reasoning; default true. It is counted all the same, and logprobs and ids have it"
     )
@@ -144,12 +148,14 @@ class ChatCompletionRequest(SamplingFields):
             add_generation_prompt=wants_generation_prompt(self.add_generation_prompt, self.continue_final_message),
             continue_final_message=self.continue_final_message or False,
             template_kwargs=self.chat_template_kwargs or {},
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=wanted_effort(self.reasoning_effort, self.reasoning),
             add_special_tokens=self.add_special_tokens or False,
         )
 
     def sent_name(self, param: str | None) -> str | None:
         """The field that was sent, for what the engine knows by one name only."""
+        if param == "reasoning_effort" and self.reasoning_effort is None:
+            return "reasoning.effort"
         return self.output_limit_name if param == "max_tokens" else param
 
     def message_dicts(self) -> list[dict[str, Any]]:
@@ -160,6 +166,22 @@ class ChatCompletionRequest(SamplingFields):
 def wants_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
     """Whether the prompt ends with the header of the assistant's turn; by default, unless a message is continued."""
     return not continue_final_message if asked is None else asked
+
+
+def wanted_effort(reasoning_effort: str | None, reasoning: Any) -> str | None:
+    """How much to reason, whichever field says it.
+
+    Raises:
+        InvalidParameterError, UnsupportedParameterError: `reasoning` has no known shape, or both differ.
+    """
+    effort = parse_reasoning(reasoning)
+    if None not in (effort, reasoning_effort) and effort != reasoning_effort:
+        raise InvalidParameterError(
+            f"reasoning.effort is {effort!r}, but reasoning_effort is {shown(reasoning_effort)}: they contradict each "
+            "other; leave out one of them",
+            param="reasoning",
+        )
+    return reasoning_effort if effort is None else effort
 
 
 class TopLogprob(ResponseModel):

@@ -67,7 +67,7 @@ def _as_stop_list(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-        raise InvalidParameterError("stop must be a string or a list of strings", param="stop")
+        raise InvalidParameterError("stop must be a string or an array of strings", param="stop")
     return value
 
 

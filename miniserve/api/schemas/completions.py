@@ -64,12 +64,12 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str) or _is_token_ids(prompt):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            raise _wrong_prompt("prompt must be a text, a list of token ids, or a non-empty list of either")
+            raise _wrong_prompt("prompt must be a text, an array of token ids, or a non-empty array of either")
         if len(prompt) > MAX_PROMPTS:
             raise _wrong_prompt(f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} prompts are allowed")
         all_texts = all(isinstance(item, str) for item in prompt)
         if not all_texts and not all(_is_token_ids(item) or item == [] for item in prompt):
-            raise _wrong_prompt("prompt must hold texts only, token ids only, or lists of token ids only")
+            raise _wrong_prompt("prompt must hold texts only, token ids only, or arrays of token ids only")
         return prompt
 
     def check_choices(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miniserve.errors import UnsupportedParameterError
@@ -22,11 +22,13 @@ class Refused:
         name: as it is sent.
         harmless: values that ask for nothing.
         endpoint: the one that has such a field; empty if none has.
+        instead: what does what is meant.
     """
 
     name: str
     harmless: tuple[Any, ...] = ()
     endpoint: str = ""
+    instead: str = ""
 
     def allows(self, value: Any) -> bool:
         """Whether the value asks for nothing. JSON's true is not 1."""
@@ -39,7 +41,17 @@ _OFF = (False,)
 _EMPTY_LIST: tuple[Any, ...] = ([],)
 _EMPTY_OBJECT: tuple[Any, ...] = ({},)
 
+# Other servers' words for whether, and how much, to reason.
+_REASONING = tuple(
+    Refused(name, instead="reasoning_effort")
+    for name in (
+        *("thinking", "enable_thinking", "reasoning_budget"),
+        *("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"),
+    )
+)
 _ANY_TEXT = (
+    Refused("separate_reasoning", (True,)),
+    Refused("stream_reasoning", (True,)),
     *(Refused(f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar", "json_object")),
     Refused("guided_decoding_backend"),
     Refused("guided_whitespace_pattern"),
@@ -71,6 +83,7 @@ CHAT_REFUSED = (
     Refused("prediction"),
     Refused("web_search_options"),
     Refused("echo", _OFF),
+    *_REASONING,
     *_ANY_TEXT,
 )
 COMPLETIONS_REFUSED = (
@@ -82,15 +95,22 @@ COMPLETIONS_REFUSED = (
     Refused("functions", _EMPTY_LIST),
     Refused("function_call", ("none", "auto")),
     Refused("reasoning_effort", endpoint=_CHAT),
+    Refused("reasoning", _EMPTY_OBJECT, _CHAT),
     Refused("include_reasoning", (True,), _CHAT),
     Refused("chat_template_kwargs", _EMPTY_OBJECT, _CHAT),
     Refused("continue_final_message", _OFF, _CHAT),
     Refused("add_generation_prompt", _OFF, _CHAT),
     Refused("max_completion_tokens", endpoint=_CHAT),
     Refused("top_logprobs", (0,), _CHAT),
+    *(replace(rule, instead="") for rule in _REASONING),
     *_ANY_TEXT,
 )
-TOKENIZE_REFUSED = (*_CHAT_PROMPT, Refused("functions", _EMPTY_LIST), Refused("truncate_prompt_tokens"))
+TOKENIZE_REFUSED = (
+    *_CHAT_PROMPT,
+    Refused("functions", _EMPTY_LIST),
+    Refused("truncate_prompt_tokens"),
+    *_REASONING,
+)
 DETOKENIZE_REFUSED: tuple[Refused, ...] = ()
 
 IGNORED = (
@@ -118,7 +138,8 @@ def check_refused(fields: Mapping[str, Any], refused: tuple[Refused, ...]) -> No
 
 
 def _allowed(rule: Refused) -> str:
-    return "".join(f", or send {harmless_text(value)}" for value in rule.harmless[:2])
+    remedies = [harmless_text(value) for value in rule.harmless[:2]] + ([rule.instead] if rule.instead else [])
+    return "".join(f", or send {remedy}" for remedy in remedies)
 
 
 def harmless_text(value: Any) -> str:

@@ -8,12 +8,15 @@ from pydantic import Field
 
 from miniserve.api.schemas.chat import (
     CONTINUE_DESCRIPTION,
+    REASONING_DESCRIPTION,
     TEMPLATE_KWARGS_DESCRIPTION,
     TOOLS_DESCRIPTION,
     ChatMessage,
     EffortField,
+    ReasoningField,
     ToolChoiceField,
     ToolsField,
+    wanted_effort,
     wants_generation_prompt,
 )
 from miniserve.api.schemas.common import MODEL_DESCRIPTION, RequestModel, ResponseModel
@@ -22,7 +25,7 @@ from miniserve.engine.options import ChatOptions
 from miniserve.errors import InvalidParameterError
 
 _OF_CONVERSATIONS = (
-    *("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
+    *("tools", "tool_choice", "reasoning_effort", "reasoning", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
 )
 
@@ -47,6 +50,7 @@ class TokenizeRequest(RequestModel):
     tools: ToolsField = Field(None, description=TOOLS_DESCRIPTION)
     tool_choice: ToolChoiceField = Field(None, description="with none, the model is not told of the tools")
     reasoning_effort: EffortField = Field(None, description="for the chat template, if it knows efforts")
+    reasoning: ReasoningField = Field(None, description=REASONING_DESCRIPTION)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_KWARGS_DESCRIPTION)
     return_token_strs: bool | None = Field(None, description="the tokens as text too")
 
@@ -70,7 +74,7 @@ class TokenizeRequest(RequestModel):
             tools=parse_tools(self.tools),
             tool_choice=tool_choice,
             tool_name=tool_name,
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=wanted_effort(self.reasoning_effort, self.reasoning),
             add_generation_prompt=wants_generation_prompt(self.add_generation_prompt, self.continue_final_message),
             continue_final_message=self.continue_final_message or False,
             template_kwargs=self.chat_template_kwargs or {},

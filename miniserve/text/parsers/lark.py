@@ -157,7 +157,7 @@ def _answer(answer: StructuredOutput) -> str:
             choices = _read(answer)
             if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
                 raise InvalidParameterError(
-                    f"{answer.name} must be a list of strings, at least one", param=answer.param
+                    f"{answer.name} must be an array of strings, at least one", param=answer.param
                 )
             # As one terminal: as alternatives of a rule, thousands would be too many.
             return f"CHOICE\nCHOICE: {' | '.join(map(literal, choices))}"

@@ -80,7 +80,7 @@ def test_a_malformed_tool_is_named(tool: Any, words: str) -> None:
         ({"type": []}, "type must be one of string, number"),
         ({"properties": []}, "properties must be an object of schemas, got []"),
         ({"properties": {"a": 5}}, "properties.a must be an object or a boolean, got 5"),
-        ({"required": "a"}, 'required must be a list of strings, got "a"'),
+        ({"required": "a"}, 'required must be an array of strings, got "a"'),
     ],
 )
 def test_a_malformed_schema_is_named_with_its_tool(parameters: Any, words: str) -> None:
