@@ -55,12 +55,17 @@ class Sampler:
             chosen[selected], allowed[selected] = self._choose_changed(
                 logits[selected], [rows[index] for index in changed], [draws[index] for index in changed]
             )
-        # One transfer for all; as fp32, ids are exact up to 2^24.
-        results = zip(rows, *torch.stack((chosen.float(), values, allowed)).tolist(), strict=True)
         return [
             int(token_id) if isfinite(value) and (row.mask is None or isfinite(best)) else None
-            for row, token_id, value, best in results
+            for row, token_id, value, best in zip(rows, *self._on_host(chosen, values, allowed), strict=True)
         ]
+
+    def _on_host(self, chosen: Tensor, values: Tensor, allowed: Tensor) -> list[list[float]]:
+        """Their elements: in one transfer, where it takes one. As fp32, ids are exact up to 2^24."""
+        if self.device.type == "cpu":
+            return [chosen.tolist(), values.tolist(), allowed.tolist()]
+        columns: list[list[float]] = torch.stack((chosen.float(), values, allowed)).tolist()
+        return columns
 
     def _choose_changed(
         self, logits: Tensor, rows: Sequence[SampleRow], draws: Sequence[Draw | None]

@@ -103,7 +103,7 @@ def launch(
 
 def _miniserve(name: str, *flags: str) -> Arm:
     start = ("{python}", "-c", "from miniserve.cli import main; raise SystemExit(main())", "serve")
-    address = ("--host", "{host}", "--port", "{port}", "--no-access-log")
+    address = ("--served-model-name", "{model}", "--host", "{host}", "--port", "{port}", "--no-access-log")
     sizes = ("--max-num-seqs", "{streams}", "--max-model-len", "{context}", "--threads", "{threads}")
     return Arm(
         name=name,
