@@ -36,3 +36,17 @@ def test_divergence() -> None:
     assert largest == pytest.approx(float(expected))
     assert mean == pytest.approx(largest / 2)
     assert same == 0.5
+
+
+def test_the_profile_of_a_step(tmp_path: Path) -> None:
+    """Each part has a row, and together they are the step."""
+    tiny_model(tmp_path, "llama")
+    command = [sys.executable, "-m", "miniserve.benchmarks.step_profile", "--model", str(tmp_path)]
+    options = ["--streams", "2", "--context", "40", "--rounds", "1"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
+    shares = {row[0]: float(row[2].rstrip("%")) for row in rows}
+    assert len(shares) == 9 and shares.pop("whole step") == 100.0
+    assert sum(shares.values()) == pytest.approx(100, abs=1)
+    assert [row[0] for row in rows if row[5]] == ["embedding and layers", "head", "whole step"]

@@ -135,6 +135,15 @@ class DigitRows {
   int32_t* sums_;
 };
 
+// How a panel is gone through. The first time, what is `ahead` of each chunk, in bytes, is fetched, and codes that the
+// times after it need are unpacked.
+struct Pass {
+  bool is_first;
+  int64_t ahead;
+
+  Pass next() const { return {false, ahead}; }
+};
+
 // Rows times one panel.
 template <class E, int D>
 class QuantisedPanelProduct {
@@ -152,16 +161,16 @@ class QuantisedPanelProduct {
   // range.begin is a multiple of two tiles' rows.
   void run(Range range, int64_t panel) const {
     const uint8_t* data = weight_.data + panel * num_chunks_ * chunk_bytes_;
-    for (int64_t m = range.begin; m < range.end; m += 2 * kRows) {
+    const bool is_long = range.end - range.begin > 2 * kTileRows;
+    Pass pass{true, is_long ? num_chunks_ * chunk_bytes_ : kFetchedAhead};
+    for (int64_t m = range.begin; m < range.end; m += 2 * kRows, pass = pass.next()) {
       const int64_t count = std::min<int64_t>(2 * kRows, range.end - m);
-      const bool is_first = m == range.begin;
-      const int64_t ahead = is_first ? (range.end - m > 2 * kTileRows ? num_chunks_ * chunk_bytes_ : kFetchedAhead) : 0;
       alignas(64) float sums[2 * kRows * kChunk];
       if (grid_.whole_rows) {
-        multiply_whole_rows(data, m, count, panel, ahead, sums);
+        multiply_whole_rows(data, m, count, panel, pass, sums);
       } else {
-        multiply_groups(data, m, std::min<int64_t>(kRows, count), ahead, sums);
-        if (count > kRows) multiply_groups(data, m + kRows, count - kRows, 0, sums + kRows * kChunk);
+        multiply_groups(data, m, std::min<int64_t>(kRows, count), pass, sums);
+        if (count > kRows) multiply_groups(data, m + kRows, count - kRows, pass.next(), sums + kRows * kChunk);
       }
       output_.write(sums, m, count, panel);
     }
@@ -171,12 +180,12 @@ class QuantisedPanelProduct {
   static constexpr int kRows = kTileRows / D;  // of a digit tile
 
   // sums [count][32] of up to two tiles.
-  void multiply_whole_rows(const uint8_t* data, int64_t m, int64_t count, int64_t panel, int64_t ahead,
+  void multiply_whole_rows(const uint8_t* data, int64_t m, int64_t count, int64_t panel, Pass pass,
                            float* sums) const {
     alignas(64) int32_t products[2][kTileRows * kChunk];
     const auto codes = [&](int i) {
       const uint8_t* chunk = data + i * chunk_bytes_;
-      fetch(chunk, ahead);
+      fetch(chunk, pass);
       return chunk;
     };
     const int8_t* left = rows_.tile(m / kRows);
@@ -196,44 +205,44 @@ class QuantisedPanelProduct {
     }
   }
 
-  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, Pass pass, float* sums) const {
     if (grid_.bits == 4) {
-      multiply_groups<4>(data, m, count, ahead, sums);
+      multiply_groups<4>(data, m, count, pass, sums);
     } else {
-      multiply_groups<8>(data, m, count, ahead, sums);
+      multiply_groups<8>(data, m, count, pass, sums);
     }
   }
 
   template <int bits>
-  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+  void multiply_groups(const uint8_t* data, int64_t m, int64_t count, Pass pass, float* sums) const {
 #if defined(__AMX_INT8__)
-    if (count > kMostVectorRows) return multiply_groups_in_tiles<bits>(data, m, count, ahead, sums);
+    if (count > kMostVectorRows) return multiply_groups_in_tiles<bits>(data, m, count, pass, sums);
 #endif
     for (int64_t r = 0; r < count;) {
       float* target = sums + r * kChunk;
       if (count - r >= 4) {
-        multiply_group_rows<bits, 4>(data, m + r, ahead, target);
+        multiply_group_rows<bits, 4>(data, m + r, pass, target);
         r += 4;
       } else if (count - r >= 2) {
-        multiply_group_rows<bits, 2>(data, m + r, ahead, target);
+        multiply_group_rows<bits, 2>(data, m + r, pass, target);
         r += 2;
       } else {
-        multiply_group_rows<bits, 1>(data, m + r, ahead, target);
+        multiply_group_rows<bits, 1>(data, m + r, pass, target);
         r += 1;
       }
-      ahead = 0;
+      pass = pass.next();
     }
   }
 
   // sums [R][32] of rows m to m + R, all in registers.
   template <int bits, int R>
-  void multiply_group_rows(const uint8_t* data, int64_t m, int64_t ahead, float* sums) const {
+  void multiply_group_rows(const uint8_t* data, int64_t m, Pass pass, float* sums) const {
     Vec low[R], high[R];
     for (int r = 0; r < R; r++) low[r] = high[r] = zeros();
     const int8_t* left = rows_.tile(m / kRows) + m % kRows * D * kDigitChunk;
     for (int group = 0; group < num_chunks_; group++) {
       const uint8_t* chunk = data + group * chunk_bytes_;
-      fetch(chunk, ahead);
+      fetch(chunk, pass);
       IntVec low_products[R * D], high_products[R * D];
       for (int i = 0; i < R * D; i++) low_products[i] = high_products[i] = no_ints();
       const int8_t* digits = left + group / 2 * kDigitTileSize + group % 2 * kGroup;
@@ -277,16 +286,16 @@ class QuantisedPanelProduct {
 
   // The same for up to a tile of rows. The codes of a panel are unpacked once for all of them.
   template <int bits>
-  void multiply_groups_in_tiles(const uint8_t* data, int64_t m, int64_t count, int64_t ahead, float* sums) const {
+  void multiply_groups_in_tiles(const uint8_t* data, int64_t m, int64_t count, Pass pass, float* sums) const {
     alignas(64) int32_t products[2][kTileRows * kChunk];
     std::fill(sums, sums + count * kChunk, 0.0f);
     for (int group = 0; group < num_chunks_; group++) {
       const uint8_t* chunk = data + group * chunk_bytes_;
-      fetch(chunk, ahead);
+      fetch(chunk, pass);
       const uint8_t* codes = chunk;
       if (bits == 4) {
         uint8_t* unpacked = codes_ + group * kGroupCodes;
-        if (ahead != 0) unpack_codes(chunk, unpacked);  // who fetches the panel unpacks it for those that follow
+        if (pass.is_first) unpack_codes(chunk, unpacked);
         codes = unpacked;
       }
       const int8_t* left = rows_.tile(m / kRows) + group / 2 * kDigitTileSize + group % 2 * kGroup;
@@ -320,9 +329,9 @@ class QuantisedPanelProduct {
   }
 #endif
 
-  void fetch(const uint8_t* chunk, int64_t ahead) const {
-    if (ahead == 0) return;
-    for (int64_t byte = 0; byte < chunk_bytes_; byte += 64) prefetch(chunk + ahead + byte);
+  void fetch(const uint8_t* chunk, Pass pass) const {
+    if (!pass.is_first) return;
+    for (int64_t byte = 0; byte < chunk_bytes_; byte += 64) prefetch(chunk + pass.ahead + byte);
   }
 
   const DigitRows<D>& rows_;
