@@ -1,8 +1,9 @@
 """Recordings of what a model computes: the calls of compiled operators, made again without the Python between them.
 
-For a single token that Python takes as long as the operators do. A recording is right whatever its inputs hold, as long
-as they stay where they were: operators are kept with the memory that they read and write. Memory that is made while
-recording comes from an `Arena`; what is let go there is used again, in the recording as in the computation itself.
+For few tokens that Python takes as long as the operators do. A recording is made with the largest number of tokens and
+requests that it may be replayed with, and computes nothing. It is right whatever its inputs hold, as long as they stay
+where they were: operators are kept with the memory that they read and write. Memory that is made while recording comes
+from an `Arena`; what is let go there is used again, in the recording as in the computation itself.
 """
 
 from __future__ import annotations
@@ -24,49 +25,51 @@ _PART_BYTES = 2**20
 
 
 class Recording:
-    """The calls of one computation, and the tensor in which its result is after each `replay`.
-
-    Its inputs, and what else it reads, have to outlive it.
-    """
+    """The calls of one computation. Its inputs, and what else it reads, have to outlive it."""
 
     def __init__(self, kernels: NativeKernels, arena: Arena, name: int, result: Tensor) -> None:
-        self.result = result
-        self._kernels, self._name = kernels, name
+        self._kernels, self._name, self._result = kernels, name, result
         self._arena = arena  # in whose memory the operators write
         weakref.finalize(self, kernels.forget, name).atexit = False
 
-    def replay(self) -> Tensor:
-        """Compute again, from what the inputs hold now."""
-        self._kernels.replay(self._name)
-        return self.result
+    def replay(self, num_tokens: int, num_requests: int) -> Tensor:
+        """Compute from what the first tokens and requests of the inputs hold now.
+
+        Returns:
+            [num_tokens, ...], until the next replay.
+        """
+        self._kernels.replay(self._name, num_tokens, num_requests)
+        return self._result[:num_tokens]
 
 
 class CannotRecordError(Exception):
     """The computation has a part that no compiled operator does."""
 
 
-def record(kernels: NativeKernels, arena: Arena, compute: Callable[[], Tensor]) -> Recording:
-    """Run `compute` once, and keep the calls that it makes.
+def record(kernels: NativeKernels, compute: Callable[[], Tensor], *, num_tokens: int, num_requests: int) -> Recording:
+    """Run `compute`, and keep the calls that it makes instead of making them.
+
+    Args:
+        kernels: whose operators are kept.
+        compute: from tensors of `num_tokens` rows to one of as many, each row by itself but for attention.
+        num_tokens, num_requests: the largest that it may be replayed with.
 
     Raises:
         CannotRecordError: it computes something in another way, which replays would leave out.
     """
-    watch = _Watch(kernels, arena)
-    kernels.begin_recording()
+    arena = Arena()
+    kernels.begin_recording(num_tokens, num_requests)
     try:
-        with watch:
+        with _Watch(kernels, arena):
             result = compute()
     except BaseException:
         kernels.forget(kernels.end_recording())
         raise
-    recording = Recording(kernels, arena, kernels.end_recording(), result)
-    if watch.foreign is not None:
-        raise CannotRecordError(f"{watch.foreign} is no compiled operator")
-    return recording
+    return Recording(kernels, arena, kernels.end_recording(), result)
 
 
 class Arena:
-    """Memory for the tensors of recordings that never run at the same time."""
+    """Memory for the tensors of a recording."""
 
     def __init__(self) -> None:
         self._memory: list[Tensor] = []
@@ -99,28 +102,21 @@ class Arena:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator that PyTorch calls: gives memory, and finds what a recording would miss."""
+    """Sees each operator that PyTorch is to call: gives memory, and refuses what a recording would miss."""
 
     def __init__(self, kernels: NativeKernels, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.foreign: str | None = None
         self._kernels, self._arena = kernels, arena
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.name() in ("aten::empty.memory_format", "aten::new_empty"):
-            size = args[0] if func.name() == "aten::empty.memory_format" else args[1]
-            dtype = (kwargs or {}).get("dtype") or (args[0].dtype if isinstance(args[0], Tensor) else None)
-            return self._arena.empty(tuple(size), dtype or torch.get_default_dtype())
-        result = func(*args, **(kwargs or {}))
-        if func.name() not in self._kernels.recorded and not _is_view(func, args, result):
-            self.foreign = self.foreign or func.name()
-        return result
-
-
-def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether nothing was computed: the result is its argument's memory, unchanged."""
-    if func._schema.is_mutable or not isinstance(result, Tensor) or not args or not isinstance(args[0], Tensor):
-        return False
-    return result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+        name, kwargs = func.name(), kwargs or {}
+        if name == "aten::empty.memory_format":
+            return self._arena.empty(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
+        if name == "aten::new_empty":
+            return self._arena.empty(tuple(args[1]), kwargs.get("dtype") or args[0].dtype)
+        is_end = name.endswith("::forget")  # of another recording, whose object is gone now
+        if not func.is_view and not is_end and name not in self._kernels.recorded:
+            raise CannotRecordError(f"{name} is no compiled operator")
+        return func(*args, **kwargs)

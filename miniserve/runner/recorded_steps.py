@@ -1,89 +1,124 @@
-"""Steps in which each request computes one token: recorded when they come first, and replayed from then on.
+"""Steps as a recording: what the model computes is recorded once, without computing it, and replayed in each step.
 
-What CUDA graphs are to a GPU, without the GPU: the model is Python, and a recording leaves the Python out. It is the
-same computation, so nothing in the answers tells which of the two it was.
+What CUDA graphs are to a GPU, without the GPU: the model is Python, and a replay leaves the Python out. It is the same
+computation, so nothing in the answers tells which of the two it was. One recording serves steps of any size up to its
+own; a larger step makes a larger one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from miniserve.attention.batch import AttnMetadata
 from miniserve.kernels.native import NativeKernels
-from miniserve.kernels.recording import Arena, CannotRecordError, Recording, record
+from miniserve.kernels.recording import CannotRecordError, Recording, record
 from miniserve.runner.input_builder import ModelInput
 
 logger = logging.getLogger(__name__)
 
-# With more tokens, Python has done its part before the operators have done theirs.
-MAX_REQUESTS = 32
-_LEAST_BLOCKS = 32
-
 Forward = Callable[[ModelInput], Tensor]
 
 
-class RecordedSteps:
-    """Computes `forward`, by replaying it where it can.
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a step: its new tokens, its requests, and the blocks of the longest of these."""
 
-    One recording serves all steps of as many requests, and of block tables up to the same power of two in width.
-    """
+    num_tokens: int
+    num_requests: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, inputs: ModelInput) -> Size:
+        """That of a step."""
+        num_requests, num_blocks = inputs.metadata.block_tables.shape
+        return cls(len(inputs.token_ids), num_requests, num_blocks)
+
+    def fits(self, room: Size) -> bool:
+        """Whether there is room for such a step."""
+        return all(own <= its for own, its in zip(astuple(self), astuple(room), strict=True))
+
+    def grown(self, least: Size) -> Size:
+        """Room for `least` too: powers of two, so that it seldom has to grow again."""
+        return Size(
+            *(max(own, 1 << (its - 1).bit_length()) for own, its in zip(astuple(self), astuple(least), strict=True))
+        )
+
+
+class RecordedSteps:
+    """Computes `forward`, by replaying it where it can be recorded."""
 
     def __init__(self, forward: Forward, kernels: NativeKernels) -> None:
         self._forward, self._kernels = forward, kernels
-        self._arena = Arena()
-        self._steps: dict[tuple[int, int], _RecordedStep] = {}
+        self._largest = Size(64, 16, 32)
+        self._recorded: _RecordedStep | None = None
         self._can_record = True
 
     def __call__(self, inputs: ModelInput) -> Tensor:
         """What `forward` gives: fp32 [num_tokens, hidden_size], until the next call."""
-        num_requests = inputs.metadata.num_reqs
-        if not self._can_record or num_requests > MAX_REQUESTS or len(inputs.token_ids) > num_requests:
+        size = Size.of(inputs)
+        if self._can_record and (self._recorded is None or not size.fits(self._largest)):
+            self._record(size)
+        if self._recorded is None:
             return self._forward(inputs)
-        num_blocks = _LEAST_BLOCKS
-        while num_blocks < inputs.metadata.block_tables.shape[1]:
-            num_blocks *= 2
-        step = self._steps.get((num_requests, num_blocks))
-        if step is not None:
-            step.inputs.set(inputs)
-            return step.recording.replay()
-        return self._record(inputs, num_blocks)
+        self._recorded.inputs.set(inputs, size)
+        return self._recorded.recording.replay(size.num_tokens, size.num_requests)
 
-    def _record(self, inputs: ModelInput, num_blocks: int) -> Tensor:
-        own = _Inputs.like(inputs, num_blocks)
-        own.set(inputs)
+    def _record(self, size: Size) -> None:
+        self._largest = self._largest.grown(size)
+        inputs = _Inputs(self._largest)
+        self._recorded = None  # its memory is not needed any more
         try:
-            recording = record(self._kernels, self._arena, lambda: self._forward(own.model_input))
+            recording = record(
+                self._kernels,
+                lambda: self._forward(inputs.model_input),
+                num_tokens=self._largest.num_tokens,
+                num_requests=self._largest.num_requests,
+            )
         except CannotRecordError as error:
             logger.debug("steps are not recorded: %s", error)
             self._can_record = False
-            return self._forward(inputs)
-        self._steps[inputs.metadata.num_reqs, num_blocks] = _RecordedStep(own, recording)
-        return recording.result
+        else:
+            self._recorded = _RecordedStep(inputs, recording)
 
 
-@dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Inputs that stay where they are, and get new contents."""
+    """Inputs that stay where they are, with room for steps up to a size."""
 
-    model_input: ModelInput
+    def __init__(self, room: Size) -> None:
+        self._token_ids = np.zeros(room.num_tokens, np.int64)
+        self._query_start_loc = np.zeros(room.num_requests + 1, np.int32)
+        self._seq_lens = np.zeros(room.num_requests, np.int32)
+        self._block_tables = np.zeros((room.num_requests, room.num_blocks), np.int64)
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.model_input = ModelInput(
+            token_ids=torch.from_numpy(self._token_ids),
+            positions=nothing,  # the operators know them from the lengths
+            metadata=AttnMetadata(
+                slot_mapping=nothing,
+                query_start_loc=torch.from_numpy(self._query_start_loc),
+                seq_lens=torch.from_numpy(self._seq_lens),
+                block_tables=torch.from_numpy(self._block_tables),
+                query_lens_host=(),
+                seq_lens_host=(),
+                block_size=0,
+            ),
+            sample_rows=nothing,
+            first_rows=(),
+        )
 
-    @classmethod
-    def like(cls, inputs: ModelInput, num_blocks: int) -> _Inputs:
-        """For as many requests as `inputs` has, with block tables of `num_blocks`."""
+    def set(self, inputs: ModelInput, size: Size) -> None:
+        """Take over those of a step."""
         metadata = inputs.metadata
-        tables = metadata.block_tables.new_zeros((metadata.num_reqs, num_blocks))
-        own = replace(metadata, seq_lens=metadata.seq_lens.clone(), block_tables=tables)
-        return cls(replace(inputs, token_ids=inputs.token_ids.clone(), metadata=own))
-
-    def set(self, inputs: ModelInput) -> None:
-        """Take over what differs between two steps of as many requests."""
-        own, metadata = self.model_input, inputs.metadata
-        own.token_ids.copy_(inputs.token_ids)
-        own.metadata.seq_lens.copy_(metadata.seq_lens)
-        own.metadata.block_tables[:, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
+        self._token_ids[: size.num_tokens] = inputs.token_ids.numpy()
+        self._query_start_loc[: size.num_requests + 1] = metadata.query_start_loc.numpy()
+        self._seq_lens[: size.num_requests] = metadata.seq_lens.numpy()
+        self._block_tables[: size.num_requests, : size.num_blocks] = metadata.block_tables.numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Recordings: replays compute anew from what the inputs hold, and nothing that they would miss is ever recorded."""
+"""Recordings: replays compute from what their inputs hold, for any size, and nothing that they would miss is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from miniserve.kernels.native import HeadTransform, NativeKernels, Norm, PackedMatrix, PagedStep, cache_shape, zeros
 from miniserve.kernels.quantised import SCHEMES, QuantisedMatrix
-from miniserve.kernels.recording import Arena, CannotRecordError, record
+from miniserve.kernels.recording import Arena, CannotRecordError, Recording, record
 
 SIZE = 40
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -62,6 +62,14 @@ class Block:
             results.append(compute().clone())
         return results
 
+    def recorded(self) -> Recording:
+        size = len(self.token_ids)
+        return record(self.kernels, self, num_tokens=size, num_requests=size)
+
+
+def replaying(recording: Recording, size: int) -> Callable[[], Tensor]:
+    return lambda: recording.replay(size, size)
+
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 @pytest.mark.parametrize("num_requests", [1, 5])
@@ -69,20 +77,50 @@ def test_a_replay_is_the_computation(kernels: NativeKernels, scheme: str | None,
     block = Block(kernels, scheme, num_requests)
     expected = block.results(block)
     assert not torch.equal(expected[0], expected[1])
-    recording = record(kernels, Arena(), block)
-    for actual, wanted in zip(block.results(recording.replay), expected, strict=True):
+    block.cache.fill_(7.0)
+    recording = block.recorded()
+    assert bool((block.cache == 7.0).all()), "recording computes nothing"
+    for actual, wanted in zip(block.results(replaying(recording, num_requests)), expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
-def test_recordings_share_memory(kernels: NativeKernels) -> None:
-    """Other recordings write where this one does, and it is right all the same."""
-    arena, sizes = Arena(), (1, 5, 3)
-    blocks = [Block(kernels, None, num_requests) for num_requests in sizes]
-    expected = [block.results(block) for block in blocks]
-    recordings = [record(kernels, arena, block) for block in blocks]
-    for block, recording, wanted in zip(blocks, recordings, expected, strict=True):
-        for actual, one in zip(block.results(recording.replay), wanted, strict=True):
-            assert torch.equal(actual, one)
+def test_smaller_steps(kernels: NativeKernels) -> None:
+    """Of a recording for many tokens, the first ones."""
+    block = Block(kernels, None, 40)
+    expected = block.results(block)
+    recording = block.recorded()
+    for size in (1, 2, 17, 33, 39):
+        for actual, wanted in zip(block.results(replaying(recording, size)), expected, strict=True):
+            assert torch.equal(actual, wanted[:size])
+
+
+def test_several_tokens_a_request(kernels: NativeKernels) -> None:
+    """As many tokens as were recorded, but all of the first request."""
+    block = Block(kernels, None, 20)
+    block.token_ids.copy_(torch.arange(20))
+    block.step.query_start_loc[1] = 20
+    block.step.seq_lens[0] = 20
+    one = PagedStep(block.step.query_start_loc[:2], block.step.seq_lens[:1], block.step.block_tables[:1])
+    whole, block.step = block.step, one
+    expected = block()
+    block.step = whole
+    recording = block.recorded()
+    block.cache.zero_()
+    assert torch.equal(recording.replay(20, 1), expected)
+
+
+def test_sizes_that_have_no_room(kernels: NativeKernels) -> None:
+    recording = Block(kernels, None, 5).recorded()
+    for num_tokens, num_requests in ((6, 5), (5, 6), (0, 0), (1, 0), (-1, 1)):
+        with pytest.raises(IndexError, match=f"no room for {num_tokens} and {num_requests}"):
+            recording.replay(num_tokens, num_requests)
+
+
+def test_a_call_of_another_size_is_refused(kernels: NativeKernels) -> None:
+    """Its rows are no tokens, and a replay would not know how many there are."""
+    matrix, x = PackedMatrix(kernels, torch.eye(32)), torch.ones(2, 32)
+    with pytest.raises(RuntimeError, match="of 3 tokens cannot keep a call with 2"):
+        record(kernels, lambda: matrix(x), num_tokens=3, num_requests=1)
 
 
 def test_the_arena_gives_memory_again() -> None:
@@ -113,6 +151,7 @@ def test_the_arena_gives_memory_again() -> None:
         (lambda x: x.add_(1), "aten::add_"),
         (lambda x: x.view(-1).clone(), "aten::clone"),
         (lambda x: torch.zeros(3), "aten::zero"),
+        (lambda x: x.t().flatten(), "aten::clone"),
     ],
 )
 def test_what_replays_would_miss_is_refused(
@@ -121,8 +160,9 @@ def test_what_replays_would_miss_is_refused(
     matrix = PackedMatrix(kernels, torch.eye(32))
     x = torch.ones(2, 32)
     with pytest.raises(CannotRecordError, match=named):
-        record(kernels, Arena(), lambda: compute(matrix(x)))
-    assert torch.equal(record(kernels, Arena(), lambda: matrix(x)).replay(), x), "and others can be recorded"
+        record(kernels, lambda: compute(matrix(x)), num_tokens=2, num_requests=1)
+    recording = record(kernels, lambda: matrix(x), num_tokens=2, num_requests=1)
+    assert torch.equal(recording.replay(2, 1), x), "and others can be recorded"
 
 
 def test_a_computation_that_fails_leaves_nothing_behind(kernels: NativeKernels) -> None:
@@ -130,41 +170,53 @@ def test_a_computation_that_fails_leaves_nothing_behind(kernels: NativeKernels) 
         raise MemoryError("none left")
 
     with pytest.raises(MemoryError, match="none left"):
-        record(kernels, Arena(), fail)
+        record(kernels, fail, num_tokens=1, num_requests=1)
     x, matrix = torch.ones(1, 32), PackedMatrix(kernels, torch.eye(32))
-    assert torch.equal(record(kernels, Arena(), lambda: matrix(x)).replay(), x)
+    assert torch.equal(record(kernels, lambda: matrix(x), num_tokens=1, num_requests=1).replay(1, 1), x)
 
 
 def test_inputs_are_checked_at_each_replay(kernels: NativeKernels) -> None:
     block = Block(kernels, None, 2)
-    recording = record(kernels, Arena(), block)
+    recording = block.recorded()
     block.token_ids[1] = 30
     with pytest.raises(RuntimeError, match="ids: 30 is not below 30"):
-        recording.replay()
+        recording.replay(2, 2)
     block.token_ids[1] = 0
     block.step.block_tables[1, 0] = 4
     with pytest.raises(RuntimeError, match="request 1: block 4 of 4"):
-        recording.replay()
+        recording.replay(2, 2)
     block.step.block_tables[1, 0] = 2
-    recording.replay()
+    recording.replay(2, 2)
 
 
 def test_a_recording_ends_with_its_object(kernels: NativeKernels) -> None:
     x, matrix = torch.ones(1, 32), PackedMatrix(kernels, torch.eye(32))
-    recording = record(kernels, Arena(), lambda: matrix(x))
+    recording = record(kernels, lambda: matrix(x), num_tokens=1, num_requests=1)
     name = recording._name
     del recording
     gc.collect()
     with pytest.raises(IndexError, match=f"there is no recording {name}"):
-        kernels.replay(name)
+        kernels.replay(name, 1, 1)
+
+
+def test_a_recording_ends_while_another_is_made(kernels: NativeKernels) -> None:
+    """The garbage collector chooses when."""
+    x, matrix = torch.ones(1, 32), PackedMatrix(kernels, torch.eye(32))
+    others = [record(kernels, lambda: matrix(x), num_tokens=1, num_requests=1)]
+
+    def compute() -> torch.Tensor:
+        others.clear()
+        return matrix(x)
+
+    assert torch.equal(record(kernels, compute, num_tokens=1, num_requests=1).replay(1, 1), x)
 
 
 @pytest.mark.usefixtures("threads_restored")
 def test_replays_use_the_threads_of_their_time(kernels: NativeKernels) -> None:
     torch.set_num_threads(2)
     block = Block(kernels, None, 5)
-    recording = record(kernels, Arena(), block)
-    expected = block.results(recording.replay)
+    recording = block.recorded()
+    expected = block.results(replaying(recording, 5))
     torch.set_num_threads(1)
-    for actual, wanted in zip(block.results(recording.replay), expected, strict=True):
+    for actual, wanted in zip(block.results(replaying(recording, 5)), expected, strict=True):
         assert torch.equal(actual, wanted)

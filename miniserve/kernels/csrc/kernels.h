@@ -21,6 +21,8 @@ struct Rows {
   int64_t count, size;
   const float* norm;  // may be null
   float eps;
+
+  Rows first(int64_t num_rows) const { return {data, is_float, num_rows, size, norm, eps}; }
 };
 
 // A packed matrix [columns][size]: panels of 32 columns, each [chunks of 32 k]. Both are padded to multiples of 32.
@@ -99,6 +101,11 @@ struct Step {
   const int32_t* query_start;   // [num_requests + 1]
   const int32_t* seq_lens;      // [num_requests], new tokens included
   const int64_t* block_tables;  // [num_requests][max_blocks]
+
+  // The first tokens and requests of it.
+  Step first(int64_t tokens, int64_t requests) const {
+    return {tokens, requests, max_blocks, query_start, seq_lens, block_tables};
+  }
 };
 
 // Normalises and rotates queries and keys in place, writes keys and values to the cache, and attends.

@@ -1,4 +1,4 @@
-// Calls of operators that are kept, to be made again without their checks of shapes, and without Python between them.
+// Calls of operators that are kept, to be made again for other sizes, without checks of shapes and without Python between.
 #pragma once
 
 #include <cstdint>
@@ -6,20 +6,28 @@
 
 namespace miniserve {
 
-// One call, told how many threads it may use. The memory that it points to must outlive the recording.
-using KeptCall = std::function<void(int num_threads)>;
+// Of a step; the one thing that may differ from replay to replay, beside what memory holds.
+struct Sizes {
+  int64_t num_tokens;
+  int64_t num_requests;  // 0: the operator knows tokens only
+};
 
-// From now on, calls of this thread are kept; nothing may be recorded yet.
-void begin_recording();
+// One call. The memory that it points to has room for the largest sizes, and outlives the recording.
+using KeptCall = std::function<void(const Sizes& sizes, int num_threads)>;
+
+// From now on, calls of this thread are kept instead of made. `largest` are the sizes that they may be replayed with.
+void begin_recording(const Sizes& largest);
 
 // Ends that, and returns the recording's name.
 int64_t end_recording();
 
 bool is_recording();
-void keep(KeptCall call);
+
+// `sizes` are those that the call would be made with: they must be the largest.
+void keep(const Sizes& sizes, KeptCall call);
 
 // Makes all calls of a recording, in their order.
-void replay(int64_t recording, int num_threads);
+void replay(int64_t recording, const Sizes& sizes, int num_threads);
 
 void forget(int64_t recording);
 

@@ -17,11 +17,10 @@ using torch::stable::Tensor;
 
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Calls call(num_threads), now and when what is being recorded is replayed. It holds pointers, and no tensors.
+// Calls call(sizes, num_threads) now, or keeps it for replays. It holds pointers, and no tensors.
 template <class F>
-void perform(const F& call) {
-  call(num_threads());
-  if (is_recording()) keep(call);
+void perform(const Sizes& sizes, const F& call) {
+  is_recording() ? keep(sizes, call) : call(sizes, num_threads());
 }
 
 void check(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dims) {
@@ -98,7 +97,9 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
   for_dtype(dtype, "packed", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
     const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
-    perform([=](int threads) { linear(call.rows, weight, call.out, threads); });
+    perform({x.size(0), 0}, [=](const Sizes& sizes, int threads) {
+      linear(call.rows.first(sizes.num_tokens), weight, call.out, threads);
+    });
   });
 }
 
@@ -133,9 +134,9 @@ void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids,
     using E = std::remove_pointer_t<decltype(type)>;
     const auto* data = static_cast<const E*>(packed.data_ptr());
     auto* out_data = static_cast<float*>(out.data_ptr());
-    perform([=, size = out.size(1), count = ids.size(0)](int threads) {
-      check_ids(id_data, count, columns);
-      unpack_columns(data, size, id_data, count, out_data, threads);
+    perform({ids.size(0), 0}, [=, size = out.size(1)](const Sizes& sizes, int threads) {
+      check_ids(id_data, sizes.num_tokens, columns);
+      unpack_columns(data, size, id_data, sizes.num_tokens, out_data, threads);
     });
   });
 }
@@ -167,8 +168,8 @@ void linear_quantised_op(const Tensor& x, const Tensor& packed, const std::optio
   STD_TORCH_CHECK(num_digits == 1 || num_digits == 2, "num_digits: expected 1 or 2, got ", num_digits);
   for_dtype(dtype, "x", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    perform([=, digits = static_cast<int>(num_digits)](int threads) {
-      linear_quantised<E>(call.rows, weight, digits, call.out, threads);
+    perform({x.size(0), 0}, [=, digits = static_cast<int>(num_digits)](const Sizes& sizes, int threads) {
+      linear_quantised<E>(call.rows.first(sizes.num_tokens), weight, digits, call.out, threads);
     });
   });
 }
@@ -199,9 +200,10 @@ void unpack_quantised_columns_op(const Tensor& packed, const std::optional<Tenso
                                  int64_t bits, bool has_offsets, const Tensor& ids, const Tensor& out) {
   const int64_t* id_data = ids_of(ids, out);
   const QuantisedWeight weight = quantised_of(packed, scales, columns, out.size(1), bits, has_offsets, {});
-  perform([=, count = ids.size(0), out_data = static_cast<float*>(out.data_ptr())](int threads) {
-    check_ids(id_data, count, columns);
-    unpack_quantised_columns(weight, id_data, count, out_data, threads);
+  auto* out_data = static_cast<float*>(out.data_ptr());
+  perform({ids.size(0), 0}, [=](const Sizes& sizes, int threads) {
+    check_ids(id_data, sizes.num_tokens, columns);
+    unpack_quantised_columns(weight, id_data, sizes.num_tokens, out_data, threads);
   });
 }
 
@@ -282,9 +284,10 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
     const int64_t num_blocks = cache.size(0), block_size = cache.size(1) * kChunk;
     const int64_t num_positions = rope ? rope->size(0) : std::numeric_limits<int64_t>::max();
     const auto run = [&](auto* cache_data) {
-      perform([=](int threads) {
-        check_step(step, num_blocks, block_size, num_positions);
-        attention(qkv_data, heads, step, cache_data, block_size, out_data, threads);
+      perform({step.num_tokens, step.num_requests}, [=](const Sizes& sizes, int threads) {
+        const Step now = step.first(sizes.num_tokens, sizes.num_requests);
+        check_step(now, num_blocks, block_size, num_positions);
+        attention(qkv_data, heads, now, cache_data, block_size, out_data, threads);
       });
     };
     is_quantised ? run(static_cast<uint8_t*>(cache.data_ptr())) : run(static_cast<E*>(cache.data_ptr()));
@@ -373,9 +376,11 @@ void draw_op(const Tensor& logits, const Tensor& temperature, const Tensor& top_
        static_cast<int64_t*>(ids.data_ptr()), num_threads());
 }
 
-void begin_recording_op() { begin_recording(); }
+void begin_recording_op(int64_t num_tokens, int64_t num_requests) { begin_recording({num_tokens, num_requests}); }
 int64_t end_recording_op() { return end_recording(); }
-void replay_op(int64_t recording) { replay(recording, num_threads()); }
+void replay_op(int64_t recording, int64_t num_tokens, int64_t num_requests) {
+  replay(recording, {num_tokens, num_requests}, num_threads());
+}
 void forget_op(int64_t recording) { forget(recording); }
 
 }  // namespace
@@ -408,9 +413,9 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
       "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
       "Tensor(a!) ids) -> ()");
-  library.def("begin_recording() -> ()");
+  library.def("begin_recording(int num_tokens, int num_requests) -> ()");
   library.def("end_recording() -> int");
-  library.def("replay(int recording) -> ()");
+  library.def("replay(int recording, int num_tokens, int num_requests) -> ()");
   library.def("forget(int recording) -> ()");
 }
 
