@@ -28,6 +28,7 @@ from miniserve.runner.model_runner import ModelRunner
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "torch": {"kernels": "torch"},
     "bf16": {},
+    "unrecorded": {"recorded": False},
     "int8": {"quantization": "int8"},
     "int8-fast": {"quantization": "int8-fast"},
     "int4": {"quantization": "int4"},
@@ -62,6 +63,8 @@ class Arm:
     """One way, loaded."""
 
     def __init__(self, model: str, options: Mapping[str, Any], *, streams: int, context: int) -> None:
+        options = {"dtype": "bf16", **options}
+        is_recorded = options.pop("recorded", True)
         self._llm = LLM(
             model,
             device="cpu",
@@ -69,9 +72,11 @@ class Arm:
             max_num_seqs=streams,
             max_model_len=context + 2 * NUM_TOKENS,
             num_kv_blocks=streams * -(-(context + 2 * NUM_TOKENS) // 16) + 1,
-            **{"dtype": "bf16", **options},
+            **options,
         )
         self._runner = runner_of(self._llm)
+        if not is_recorded:
+            self._runner.compute_plainly()
         self._generator = random.Random(0)
 
     def bytes_of_step(self, streams: int, context: int) -> int:

@@ -77,6 +77,10 @@ class ModelRunner:
             self._forward if kernels is None else RecordedSteps(self._forward, kernels)
         )
 
+    def compute_plainly(self) -> None:
+        """From now on, without recordings, as where nothing can be recorded. For comparisons."""
+        self._compute = self._forward
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:
         """Compute the step's tokens and store their KV; the logits of the requests that sample, and prompt logprobs."""

@@ -60,8 +60,7 @@ def test_answers_are_the_same(family: str, options: dict[str, Any], tmp_path: Pa
     recorded = answers(llm)
     assert steps_of(llm)._recorded is not None
     plain = load(tmp_path, **options)
-    runner = runner_of(plain)
-    runner._compute = runner._forward
+    runner_of(plain).compute_plainly()
     assert recorded == answers(plain)
 
 
