@@ -148,12 +148,6 @@ struct Part {
 
   static constexpr int64_t size(int num_panels) { return 2 * kTileRows + num_panels * kRowTileSize; }
 
-  void clear(int num_panels) {
-    std::fill(largest, largest + kTileRows, kLowest);
-    std::fill(total, total + kTileRows, 0.0f);
-    std::fill(sums, sums + num_panels * kRowTileSize, 0.0f);
-  }
-
   // Adds the part of the keys behind. In this order always, since a sum depends on it.
   void add(const Part& next, int num_rows, int num_panels) {
     for (int row = 0; row < num_rows; row++) {
@@ -191,11 +185,10 @@ class UnitAttention {
   void run(const Item& item, const Item* next) {
     begin(item);
     Part whole(whole_), part(part_);
-    whole.clear(panels_);
     for (int64_t span = item.spans.begin; span < item.spans.end; span++) {
-      const bool is_last = span + 1 == item.spans.end;
-      attend(span, part, is_last ? next : &item, is_last && next ? next->spans.begin : span + 1);
-      whole.add(part, item.num_rows, panels_);
+      const bool is_first = span == item.spans.begin, is_last = span + 1 == item.spans.end;
+      attend(span, is_first ? whole : part, is_last ? next : &item, is_last && next ? next->spans.begin : span + 1);
+      if (!is_first) whole.add(part, item.num_rows, panels_);
     }
     finish(item, whole);
   }
@@ -206,11 +199,10 @@ class UnitAttention {
     attend(span, part, next, next_span);
   }
 
-  // Adds the parts of an item's spans, the first of which is `parts`; they lie next to each other.
+  // Adds the parts of an item's spans to the first of them, `parts`; they lie next to each other.
   void add_up(const Item& item, float* parts) {
-    Part whole(whole_);
-    whole.clear(panels_);
-    for (int64_t i = 0; i < item.spans.end - item.spans.begin; i++) {
+    Part whole(parts);
+    for (int64_t i = 1; i < item.spans.end - item.spans.begin; i++) {
       whole.add(Part(parts + i * Part::size(panels_)), item.num_rows, panels_);
     }
     finish(item, whole);
@@ -259,8 +251,9 @@ class UnitAttention {
     float* scores = scores_[row];
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
+    const int from = begin / kLanes * kLanes, to = static_cast<int>(round_up(end, kLanes));  // whole vectors around them
     Vec most = broadcast(kLowest);
-    for (int key = 0; key < num_keys; key += kLanes) {
+    for (int key = from; key < to; key += kLanes) {
       Vec x = load(scores + key) * broadcast(heads_.scale);
       if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
       x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
@@ -269,12 +262,14 @@ class UnitAttention {
     }
     const float now = largest(most);
     Vec total = zeros();
-    for (int key = 0; key < num_keys; key += kLanes) {
+    for (int key = from; key < to; key += kLanes) {
       Vec p = exp2(max(broadcast(kLeast), load(scores + key) - broadcast(now)));
       p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
       store(scores + key, p);
     }
+    std::fill(scores, scores + from, 0.0f);
+    std::fill(scores + to, scores + num_keys, 0.0f);
     part.largest[row] = now;
     part.total[row] = sum(total);
     span_.set_probs(row, scores, num_keys);
@@ -283,20 +278,21 @@ class UnitAttention {
   // x with `value` in the lanes before `begin` and from `end` on: keys that the row must not see.
   static Vec hide(Vec x, int begin, int end, float value) {
     if (begin <= 0 && end >= kLanes) return x;
-    float lanes[kLanes];
-    store(lanes, x);
-    for (int i = 0; i < kLanes; i++) {
-      if (i < begin || i >= end) lanes[i] = value;
-    }
-    return load(lanes);
+    static constexpr float kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Vec lane = load(kLane), hidden = broadcast(value);
+    x = choose(at_least(lane, broadcast(static_cast<float>(begin))), x, hidden);
+    return choose(greater(broadcast(static_cast<float>(end)), lane), x, hidden);
   }
 
   void finish(const Item& item, const Part& whole) const {
+    alignas(64) E result[kMostHeadDim];
     for (int row = 0; row < item.num_rows; row++) {
-      E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
-      for (int64_t d = 0; d < heads_.head_dim; d++) {
-        set(out[d], whole.sums[d / kChunk * kRowTileSize + row * kChunk + d % kChunk] / whole.total[row]);
+      const Vec total = broadcast(whole.total[row]);
+      for (int d = 0; d < panels_ * kChunk; d += kLanes) {
+        store(result + d, load(whole.sums + d / kChunk * kRowTileSize + row * kChunk + d % kChunk) / total);
       }
+      E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
+      std::copy(result, result + heads_.head_dim, out);
     }
   }
 

@@ -51,13 +51,14 @@ class Cache {
 
 inline int num_panels(int64_t head_dim) { return static_cast<int>(round_up(head_dim, kChunk) / kChunk); }
 
+// Only the token's own elements are touched: its neighbours are another thread's, perhaps.
 template <class E>
 void write_to_cache(const E* key, const E* value, int64_t head_dim, const Cache<E>&, CacheTile<E> tile, int token) {
-  for (int64_t d = 0; d < head_dim; d++) {
-    const int64_t chunk = d / kChunk * kChunkSize;
-    const int within = static_cast<int>(d % kChunk);
-    tile.keys[chunk + chunk_offset(key, within, token)] = key[d];
-    tile.values[chunk + chunk_offset(value, token, within)] = value[d];
+  for (int64_t first = 0; first < head_dim; first += kChunk) {
+    const int count = static_cast<int>(std::min<int64_t>(kChunk, head_dim - first));
+    E *keys = tile.keys + first * kChunk, *values = tile.values + first * kChunk;
+    for (int d = 0; d < count; d++) keys[chunk_offset(key, d, token)] = key[first + d];
+    for (int d = 0; d < count; d++) values[chunk_offset(value, token, d)] = value[first + d];
   }
 }
 

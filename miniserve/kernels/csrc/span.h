@@ -39,8 +39,14 @@ class PlainSpan {
   static int register_rows(int num_rows) { return num_rows; }
 
   void set_query(int row, const E* query) {
-    for (int64_t d = 0; d < panels_ * kChunk; d++) {
-      queries_[d / kChunk][row * kChunk + d % kChunk] = d < head_dim_ ? query[d] : E{};
+    for (int panel = 0; panel < panels_; panel++) {
+      E* target = queries_[panel] + row * kChunk;
+      const int64_t left = head_dim_ - panel * kChunk;
+      if (left >= kChunk) {
+        std::copy(query + panel * kChunk, query + (panel + 1) * kChunk, target);
+      } else {
+        std::fill(std::copy(query + panel * kChunk, query + head_dim_, target), target + kChunk, E{});
+      }
     }
   }
 

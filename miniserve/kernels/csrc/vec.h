@@ -99,6 +99,10 @@ inline Lanes at_least(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_
 inline Lanes greater(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 inline uint32_t bits(Lanes a) { return _cvtmask16_u32(a.v); }
 inline Vec keep(Lanes a, Vec b) { return {_mm512_maskz_mov_ps(a.v, b.v)}; }  // 0 in the other lanes
+inline Vec choose(Lanes a, Vec b, Vec c) { return {_mm512_mask_blend_ps(a.v, c.v, b.v)}; }  // c in the other lanes
+
+inline __m256 low_half(Vec a) { return _mm512_castps512_ps256(a.v); }
+inline __m256 high_half(Vec a) { return _mm512_extractf32x8_ps(a.v, 1); }
 
 #elif defined(__AVX2__)
 
@@ -193,6 +197,12 @@ inline uint32_t bits(Lanes a) {
   return static_cast<uint32_t>(_mm256_movemask_ps(a.lo)) | static_cast<uint32_t>(_mm256_movemask_ps(a.hi)) << 8;
 }
 inline Vec keep(Lanes a, Vec b) { return {_mm256_and_ps(a.lo, b.lo), _mm256_and_ps(a.hi, b.hi)}; }
+inline Vec choose(Lanes a, Vec b, Vec c) {
+  return {_mm256_blendv_ps(c.lo, b.lo, a.lo), _mm256_blendv_ps(c.hi, b.hi, a.hi)};
+}
+
+inline __m256 low_half(Vec a) { return a.lo; }
+inline __m256 high_half(Vec a) { return a.hi; }
 
 #else  // any processor
 
@@ -308,6 +318,9 @@ inline uint32_t bits(const Lanes& a) {
 inline Vec keep(const Lanes& a, const Vec& b) {
   return each_lane([&](int i) { return a.v[i] ? b.v[i] : 0.0f; });
 }
+inline Vec choose(const Lanes& a, const Vec& b, const Vec& c) {
+  return each_lane([&](int i) { return a.v[i] ? b.v[i] : c.v[i]; });
+}
 
 #endif
 
@@ -321,23 +334,37 @@ inline Vec load_part(const float* p, int64_t count, float fill) {
   return load(lanes);
 }
 
-// Lanes are added as a tree of fixed shape.
-inline float sum(const Vec& a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+// Lanes are joined as a tree of fixed shape: each with the one half a vector behind it, and so on with what is left.
+#if defined(__AVX2__)
+inline float sum(Vec a) {
+  const __m256 eight = _mm256_add_ps(low_half(a), high_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-inline float largest(const Vec& a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  float result = lanes[0];
-  for (int i = 1; i < kLanes; i++) result = lanes[i] > result ? lanes[i] : result;
-  return result;
+inline float largest(Vec a) {
+  const __m256 eight = _mm256_max_ps(low_half(a), high_half(a));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+#else
+template <class Join>
+inline float join_lanes(Vec a, Join join) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; i++) a.v[i] = join(a.v[i], a.v[i + width]);
+  }
+  return a.v[0];
+}
+
+inline float sum(const Vec& a) {
+  return join_lanes(a, [](float x, float y) { return x + y; });
+}
+inline float largest(const Vec& a) {
+  return join_lanes(a, [](float x, float y) { return x > y ? x : y; });
+}
+#endif
 
 // 2^x for x in [-126, 127], by a polynomial for the fractional part (relative error below 2e-7).
 inline Vec exp2(Vec x) {
