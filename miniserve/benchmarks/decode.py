@@ -136,14 +136,20 @@ def measure(model: str, names: Sequence[str], *, streams: int, context: int, rou
     return table
 
 
-def main() -> None:
-    """Print a table for each number of streams."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def load_parser(description: str | None) -> argparse.ArgumentParser:
+    """What a benchmark of steps is asked: the model, and with what load."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16", "int8", "int8-fast", "int4", "kv-int8"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=5)
+    return parser
+
+
+def main() -> None:
+    """Print a table for each number of streams."""
+    parser = load_parser(__doc__)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16", "int8", "int8-fast", "int4", "kv-int8"])
     asked = parser.parse_args()
     console = Console(width=120)
     for streams in asked.streams:

@@ -7,7 +7,6 @@ Timers stand around the parts of the engine's step; a part is the median over th
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from miniserve import LLM, SamplingParams
-from miniserve.benchmarks.decode import runner_of
+from miniserve.benchmarks.decode import load_parser, runner_of
 from miniserve.benchmarks.peers.probes import bandwidth
 from miniserve.config import QUANTIZATIONS
 from miniserve.runner import model_runner
@@ -97,12 +96,8 @@ def table(parts: Mapping[str, float], num_bytes: Mapping[str, int], speed: float
 
 def main() -> None:
     """Print a table for each number of streams."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = load_parser(__doc__)
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
-    parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     console = Console(width=120)
     for streams in asked.streams:
