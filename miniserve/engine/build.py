@@ -19,6 +19,7 @@ from miniserve.errors import CheckpointError, ConfigError, InvalidParameterError
 from miniserve.models.checkpoint import Checkpoint, locate_tokenizer, open_checkpoint
 from miniserve.runner.build import RunnerParts, build_runner
 from miniserve.sampling_params import SamplingParams
+from miniserve.structured.masks import MaskWorker
 from miniserve.text.chat_template import ChatTemplate
 from miniserve.text.tokenizer import Tokenizer
 
@@ -98,8 +99,9 @@ def build_engine(
         chat_template=chat_template,
         priorities=asked.scheduling_policy == "priority",
     )
+    masks = MaskWorker(ahead=resolved.device != "cpu")
     return EngineParts(
-        engine=Engine(scheduler, runner.runner, OutputProcessor(tokenizer), hooks),
+        engine=Engine(scheduler, runner.runner, OutputProcessor(tokenizer), hooks, masks),
         input_processor=input_processor,
         resolved=resolved,
         backend_name=runner.backend_name,

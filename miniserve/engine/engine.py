@@ -108,7 +108,7 @@ class Engine:
         return outputs
 
     def _compute(self, step: SchedulerOutput) -> RunnerOutput:
-        pending = self.masks.start(self.output_processor.constrained(step))  # the masks, while the model runs
+        pending = self.masks.start(self.output_processor.constrained(step))
         try:
             logits = self.runner.execute(step)
             masks = pending.result()

@@ -1,4 +1,4 @@
-"""Masks of what each answer may go on with, computed in the background while the model runs.
+"""Masks of what each answer may go on with, computed in the background.
 
 llguidance works without the interpreter lock, so threads do. Knows matchers, not the requests behind them.
 """
@@ -57,11 +57,11 @@ class Masks:
 
 
 class PendingMasks:
-    """Masks that are being computed. Until they are there, nothing else may touch the matchers."""
+    """Masks that are being computed, or will be. Until they are there, nothing else may touch the matchers."""
 
-    def __init__(self, worker: MaskWorker, futures: Mapping[str, Future[Row]]) -> None:
+    def __init__(self, worker: MaskWorker, jobs: Sequence[_Job]) -> None:
         self._worker = worker
-        self._futures = futures
+        self._jobs = jobs
         self._masks: Masks | None = None
 
     def result(self) -> Masks:
@@ -70,21 +70,23 @@ class PendingMasks:
         The matcher of one that is given up must not be used again.
         """
         if self._masks is None:
-            self._masks = self._collect() if self._futures else Masks()
+            self._masks = self._collect() if self._jobs else Masks()
         return self._masks
 
     def _collect(self) -> Masks:
-        late = wait(self._futures.values(), timeout=MASK_SECONDS).not_done
+        if not self._worker.ahead:
+            self._worker.compute(self._jobs)
+        late = wait([job.row for job in self._jobs], timeout=MASK_SECONDS).not_done
         if late:
             self._worker.close()
         rows, errors = {}, {}
-        for request_id, future in self._futures.items():
-            if future in late:
-                errors[request_id] = _TOO_LONG
-            elif (failure := future.exception()) is not None:
-                errors[request_id] = _told(failure)
+        for job in self._jobs:
+            if job.row in late:
+                errors[job.query.request_id] = _TOO_LONG
+            elif (failure := job.row.exception()) is not None:
+                errors[job.query.request_id] = _told(failure)
             else:
-                rows[request_id] = future.result()
+                rows[job.query.request_id] = job.row.result()
         return Masks(rows, errors)
 
 
@@ -92,21 +94,31 @@ class MaskWorker:
     """Computes masks in `num_threads` threads, which start when they are needed first.
 
     The threads end with it. They are daemons: one that is stuck in a grammar does not hold up the end of the process.
+
+    Attributes:
+        ahead: whether masks are computed from `start` on, beside a model that works elsewhere, or once their result is
+            asked for. A model on the same cores loses more than the masks take: its threads wait for one another.
     """
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = 4, *, ahead: bool = True) -> None:
+        self.ahead = ahead
         self._num_threads = num_threads
         self._begin()
 
     def start(self, queries: Sequence[MaskQuery]) -> PendingMasks:
-        """Begin to compute the masks; nothing is done where nobody asks."""
+        """Take in what is asked for; nothing is done where nobody asks."""
         jobs = [_Job(query) for query in queries]
+        if self.ahead:
+            self.compute(jobs)
+        return PendingMasks(self, jobs)
+
+    def compute(self, jobs: Sequence[_Job]) -> None:
+        """Begin with these."""
         while len(self._threads) < min(len(jobs), self._num_threads):
             self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True))
             self._threads[-1].start()
         for job in jobs:
             self._jobs.put(job)
-        return PendingMasks(self, {job.query.request_id: job.row for job in jobs})
 
     def close(self) -> None:
         """Leave the threads to what they are at, or stuck in: then they end. It may be used again, with new ones."""

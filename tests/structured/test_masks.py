@@ -69,6 +69,17 @@ def test_each_request_gets_its_own() -> None:
     worker.close()
 
 
+def test_masks_are_computed_ahead_or_when_they_are_asked_for() -> None:
+    ahead, later = MaskWorker(), MaskWorker(ahead=False)
+    pending = ahead.start([query("a", token_id=5)])
+    assert ids(pending._jobs[0].row.result(60)) == [5]
+    pending = later.start([query("a", token_id=5)])
+    assert not later._threads and later._jobs.empty()
+    assert ids(pending.result().rows["a"]) == [5] and pending.result() is pending.result()
+    ahead.close()
+    later.close()
+
+
 def test_nothing_else_may_come() -> None:
     worker = MaskWorker()
     query = MaskQuery("a", FakeMatcher(token_id=31), (32, 95), only_those=True)  # type: ignore[arg-type]
@@ -119,7 +130,7 @@ def test_closing_ends_the_threads_and_drops_what_waits() -> None:
     release.set()
     thread.join(60)
     assert not thread.is_alive()
-    assert pending._futures["a"].done() and not pending._futures["b"].done()
+    assert [job.row.done() for job in pending._jobs] == [True, False]
     assert ids(worker.start([query("c", token_id=7)]).result().rows["c"]) == [7]
     worker.close()
 
