@@ -185,5 +185,5 @@ def test_a_server_that_refuses(url: str, words: Words) -> None:
 
 
 def test_nobody_listens(words: Words) -> None:
-    with pytest.raises(InternalError, match="ConnectError"):
+    with pytest.raises(InternalError, match="ClientConnectorError"):
         measure(Server("http://127.0.0.1:9", "model", Interface.TOKEN_IDS), LOAD, words, "seed")
