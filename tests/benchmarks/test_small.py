@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from miniserve.benchmarks import growth
 from miniserve.benchmarks.quality import compare
 from tests.support import tiny_model
 
@@ -50,3 +51,25 @@ def test_the_profile_of_a_step(tmp_path: Path) -> None:
     assert len(shares) == 9 and shares.pop("whole step") == 100.0
     assert sum(shares.values()) == pytest.approx(100, abs=1)
     assert [row[0] for row in rows if row[5]] == ["embedding and layers", "head", "whole step"]
+
+
+def test_the_growth_of_a_step(tmp_path: Path) -> None:
+    """A row for each load, and a picture."""
+    tiny_model(tmp_path, "llama")
+    command = [sys.executable, "-m", "miniserve.benchmarks.growth", "--model", str(tmp_path), "--rounds", "1"]
+    options = ["--contexts", "8", "40", "--streams", "1", "2", "--sizes", "--plot", str(tmp_path / "growth.png")]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
+    assert rows == ["1 stream", "1 stream", "16 streams", "16 streams", "context 128", "context 128"]
+    assert (tmp_path / "growth.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_shapes_of_growth_are_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "MANY", 2)
+    curves = growth.over_size({"tiny": (64, 96, 2, 4, 2)}, "smollm2", rounds=1)
+    assert {name: len(points) for name, points in curves.items()} == {"1 stream": 1, "2 streams": 1}
+    [point] = curves["1 stream"]
+    assert point.x == pytest.approx(
+        2 * (49152 * 64 + 2 * (4 * 16 * 64 * 2 + 2 * 2 * 16 * 64 + 3 * 64 * 96)) / 1e6, rel=0.01
+    )
