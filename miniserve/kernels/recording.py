@@ -43,7 +43,7 @@ class Recording:
 
 
 class CannotRecordError(Exception):
-    """The computation has a part that no compiled operator does."""
+    """The computation has a part that no compiled operator does, or not for all tokens."""
 
 
 def record(kernels: NativeKernels, compute: Callable[[], Tensor], *, num_tokens: int, num_requests: int) -> Recording:
@@ -119,4 +119,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_end = name.endswith("::forget")  # of another recording, whose object is gone now
         if not func.is_view and not is_end and name not in self._kernels.recorded:
             raise CannotRecordError(f"{name} is no compiled operator")
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:  # such as rows that are no tokens: a replay would not know how many there are
+            raise CannotRecordError(f"{name}: {error}") from error

@@ -119,7 +119,7 @@ def test_sizes_that_have_no_room(kernels: NativeKernels) -> None:
 def test_a_call_of_another_size_is_refused(kernels: NativeKernels) -> None:
     """Its rows are no tokens, and a replay would not know how many there are."""
     matrix, x = PackedMatrix(kernels, torch.eye(32)), torch.ones(2, 32)
-    with pytest.raises(RuntimeError, match="of 3 tokens cannot keep a call with 2"):
+    with pytest.raises(CannotRecordError, match="of 3 tokens cannot keep a call with 2"):
         record(kernels, lambda: matrix(x), num_tokens=3, num_requests=1)
 
 
