@@ -108,6 +108,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._kernels, self._arena = kernels, arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep its compiler away from a mode, torch would import all of it at the first call, for seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -97,6 +97,7 @@ def build_runner(
         device=device,
         seed=resolved.seed,
     )
+    runner.warm_up()
     return RunnerParts(
         runner,
         num_blocks,

@@ -23,6 +23,7 @@ from miniserve.runner.logits_processors import SampleRow
 from miniserve.runner.logprobs import LogprobQuery, pack_logprobs, unpack_logprobs
 from miniserve.runner.recorded_steps import RecordedSteps
 from miniserve.runner.sampler import Sampler
+from miniserve.sampling_params import SamplingParams
 
 # The logits of a whole prompt would take more memory than the rest of a step: they are computed in slices of this many
 # rows, of which only the logprobs stay.
@@ -81,6 +82,17 @@ class ModelRunner:
         """From now on, without recordings, as where nothing can be recorded. For comparisons."""
         self._compute = self._forward
 
+    def warm_up(self) -> None:
+        """Compute a step of one token that nobody asked for, so that a request does not wait for what only comes once.
+
+        It writes to block 0, which no request owns, and leaves it as it was.
+        """
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        item = ScheduledRequest("warm-up", (0,), 0, 1, (0,), num_prompt_tokens=1, sampling=sampling, samples=True)
+        step = SchedulerOutput((item,))
+        self.sample(step, self.execute(step))
+        self._clear((0,))
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:
         """Compute the step's tokens and store their KV; the logits of the requests that sample, and prompt logprobs."""
@@ -119,6 +131,7 @@ class ModelRunner:
         hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
         return hidden
 
+    @torch.inference_mode()
     def _clear(self, block_ids: Sequence[int]) -> None:
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)

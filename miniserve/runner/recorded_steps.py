@@ -55,7 +55,7 @@ class RecordedSteps:
 
     def __init__(self, forward: Forward, kernels: NativeKernels) -> None:
         self._forward, self._kernels = forward, kernels
-        self._largest = Size(64, 16, 32)
+        self._largest = Size(1024, 16, 64)  # what most steps stay within; memory is taken as it is written
         self._recorded: _RecordedStep | None = None
         self._can_record = True
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,25 @@ def test_the_summary(folder: Path) -> None:
     assert parts.backend_name == "sdpa"
     assert "device cpu, float32, kernels torch, attention sdpa, threads 1" in parts.summary
     assert parts.input_processor.kv_capacity_tokens == 128
+
+
+FIRST_REQUEST = """
+import sys
+from miniserve import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device="cpu", max_model_len=64, num_kv_blocks=9)
+before = set(sys.modules)
+llm.generate(["hi"], SamplingParams(max_tokens=3))
+print(sorted(set(sys.modules) - before), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_request_waits_for_nothing_that_comes_once(folder: Path) -> None:
+    """Bug: it recorded the model's step, for which torch imported its compiler: that took seconds."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FIRST_REQUEST, str(folder)], check=False, capture_output=True, text=True
+    )
+    assert ended.stdout == "[] False\n", ended.stderr
 
 
 def test_native_kernels_and_their_blocks_are_the_default(folder: Path) -> None:

@@ -54,6 +54,14 @@ def test_logits_and_tokens_belong_to_the_requests_that_sample() -> None:
     assert runner.sample(step, computed).results == (RunnerResult(), whole, RunnerResult())
 
 
+def test_warming_up_leaves_no_trace() -> None:
+    runner = tiny_runner()
+    [before] = run(runner, item(0, 10, [1, 2, 3])).results
+    runner.warm_up()
+    assert all(not cache.key_values[0].any() for cache in runner.caches)
+    assert run(runner, item(0, 10, [4, 5, 6])).results == (before,)
+
+
 def test_a_prompt_in_chunks() -> None:
     """The KV of the first chunk is read by the second: same logits as at once."""
     runner = tiny_runner()

@@ -86,7 +86,7 @@ def test_what_cannot_be_recorded_is_computed(tmp_path: Path) -> None:
     def with_foreign(inputs: ModelInput) -> Tensor:
         return forward(inputs).mul(1.0)
 
-    steps._forward = with_foreign
+    steps._forward, steps._recorded = with_foreign, None
     assert answers(llm) == expected
     assert steps._recorded is None
 
@@ -115,6 +115,6 @@ def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pyt
             raise RuntimeError("no memory")
         return forward(inputs)
 
-    steps._forward = fail_once
+    steps._forward, steps._recorded = fail_once, None
     assert answers(failing) == expected
     assert not failures and torch.is_inference_mode_enabled() is False
