@@ -82,6 +82,7 @@ class ModelRunner:
         """From now on, without recordings, as where nothing can be recorded. For comparisons."""
         self._compute = self._forward
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compute a step of one token that nobody asked for, so that a request does not wait for what only comes once.
 
@@ -131,7 +132,6 @@ class ModelRunner:
         hidden: Tensor = self.model(inputs.token_ids, inputs.positions, plan, self.caches)
         return hidden
 
-    @torch.inference_mode()
     def _clear(self, block_ids: Sequence[int]) -> None:
         if block_ids:
             index = torch.tensor(block_ids, device=self.device)
