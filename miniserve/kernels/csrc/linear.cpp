@@ -1,7 +1,8 @@
 // y = norm(x) W^T + b, and what comes before and after it in a transformer layer, in one pass over the weights.
 //
 // One parallel region: the rows are normalised and laid out as row tiles, then each thread streams its share of the
-// weight panels. Many rows (a long prompt) go block by block.
+// weight panels. Many rows (a long prompt) go part by part, a block of rows for each thread, so that row tiles stay in
+// the second-level cache.
 
 #include "panel.h"
 #include "rows.h"
@@ -11,14 +12,34 @@
 namespace miniserve {
 namespace {
 
-// Lays input row `m` out in its row tile; beyond the last row, zeros.
-template <class E>
-void lay_out_row(const Rows& rows, int64_t m, int64_t padded, float* row, E* tiles) {
-  E* target = tiles + (m / kTileRows) * kTileRows * padded + (m % kTileRows) * kChunk;
-  read_row<E>(rows, m, padded, row);
+// Lays input rows out, all in one row tile; beyond the last row, zeros. Chunk by chunk, as the tile lies in memory.
+template <class T, class E>
+void lay_out_in_tile(const Rows& rows, Range range, int64_t padded, E* tiles) {
+  E* target = tiles + range.begin / kTileRows * kTileRows * padded + range.begin % kTileRows * kChunk;
+  const int64_t count = range.end - range.begin;
+  const int64_t valid = std::clamp<int64_t>(rows.count - range.begin, 0, count);
+  InputRow<T> inputs[kTileRows];
+  for (int64_t r = 0; r < valid; r++) inputs[r] = InputRow<T>(rows, range.begin + r);
   for (int64_t k = 0; k < padded; k += kChunk, target += kRowTileSize) {
-    store(target, load(row + k));
-    store(target + kLanes, load(row + k + kLanes));
+    for (int64_t r = 0; r < valid; r++) {
+      store(target + r * kChunk, inputs[r].at(k));
+      store(target + r * kChunk + kLanes, inputs[r].at(k + kLanes));
+    }
+    std::fill(target + valid * kChunk, target + count * kChunk, E{});
+  }
+}
+
+// Lays input rows out in their row tiles.
+template <class E>
+void lay_out(const Rows& rows, Range range, int64_t padded, E* tiles) {
+  while (range.begin < range.end) {
+    const Range part{range.begin, std::min(range.end, round_up(range.begin + 1, kTileRows))};
+    if (rows.is_float) {
+      lay_out_in_tile<float>(rows, part, padded, tiles);
+    } else {
+      lay_out_in_tile<E>(rows, part, padded, tiles);
+    }
+    range.begin = part.end;
   }
 }
 
@@ -67,22 +88,34 @@ class PanelProduct {
   int num_chunks_;
 };
 
-}  // namespace
+// Some of the rows, and where their results go.
+template <class E>
+Rows part_of(const Rows& rows, Range range) {
+  const size_t element = rows.is_float ? sizeof(float) : sizeof(E);
+  Rows part = rows;
+  part.data = static_cast<const char*>(rows.data) + range.begin * rows.size * element;
+  part.count = range.end - range.begin;
+  return part;
+}
 
 template <class E>
-void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads) {
-  static thread_local Scratch tile_memory, row_memory;
-  if (rows.count == 0) return;
+Output part_of(const Output& out, const Weight<E>& weight, int64_t first_row) {
+  const int64_t columns = out.epilogue == Epilogue::kSiluGate ? weight.columns / 2 : weight.columns;
+  Output part = out;
+  part.data = static_cast<char*>(out.data) + first_row * columns * (out.is_float ? sizeof(float) : sizeof(E));
+  return part;
+}
+
+// At most a block of rows for each thread.
+template <class E>
+void multiply_blocks(const Rows& rows, const Weight<E>& weight, const Output& out, E* tiles, int num_threads) {
   const int64_t padded = round_up(rows.size, kChunk);
   // A single row tile may be shorter; of several, the last one is filled up with zeros.
   const int64_t laid_out = rows.count <= kTileRows ? rows.count : round_up(rows.count, kTileRows);
   const int64_t num_panels = round_up(weight.columns, kChunk) / kChunk;
-  E* tiles = tile_memory.get<E>(round_up(rows.count, kTileRows) * padded);
-  float* row = row_memory.get<float>(num_threads * padded);
   Shares panels((rows.count + kBlockRows - 1) / kBlockRows * num_panels, num_threads);
   parallel(num_threads, [&](int thread, int threads) {
-    const Range own = share(laid_out, thread, threads);
-    for (int64_t m = own.begin; m < own.end; m++) lay_out_row(rows, m, padded, row + thread * padded, tiles);
+    lay_out(rows, share(laid_out, thread, threads), padded, tiles);
     TileRegisters registers(static_cast<int>(std::min<int64_t>(rows.count, kTileRows)));
     const PanelProduct<E> product(tiles, weight, out);
     barrier();
@@ -91,6 +124,19 @@ void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int nu
       product.run({first, std::min(first + kBlockRows, rows.count)}, i % num_panels);
     }
   });
+}
+
+}  // namespace
+
+template <class E>
+void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads) {
+  static thread_local Scratch tile_memory;
+  const int64_t at_once = std::min(rows.count, num_threads * kBlockRows);
+  E* tiles = tile_memory.get<E>(round_up(at_once, kTileRows) * round_up(rows.size, kChunk));
+  for (int64_t first = 0; first < rows.count; first += at_once) {
+    const Range range{first, std::min(first + at_once, rows.count)};
+    multiply_blocks(part_of<E>(rows, range), weight, part_of(out, weight, first), tiles, num_threads);
+  }
 }
 
 template <class E>

@@ -7,36 +7,62 @@
 
 namespace miniserve {
 
+// Sixteen elements of x [size] from k; zeros behind its end.
 template <class T>
-void widen(const T* x, int64_t size, float* row) {
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) store(row + k, load(x + k));
-  for (; k < size; k++) row[k] = to_float(x[k]);
+Vec load_padded(const T* x, int64_t k, int64_t size) {
+  if (k + kLanes <= size) return load(x + k);
+  T lanes[kLanes] = {};
+  std::copy(x + std::min(k, size), x + size, lanes);
+  return load(lanes);
 }
 
-// row [size], padded with zeros to whole chunks, divided by its root mean square.
-inline void normalise(float* row, int64_t size, const float* norm, float eps) {
-  Vec squares = zeros();
-  for (int64_t k = 0; k < size; k += kLanes) {
-    const Vec x = load(row + k);
-    squares = fma(x, x, squares);
+// One input row of elements T, normalised as it is read.
+template <class T>
+class InputRow {
+ public:
+  InputRow() = default;
+  InputRow(const Rows& rows, int64_t m)
+      : x_(static_cast<const T*>(rows.data) + m * rows.size), size_(rows.size), norm_(rows.norm) {
+    if (norm_) inverse_ = 1.0f / root_mean_square(rows.eps);
   }
-  const float inverse = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
-  for (int64_t k = 0; k < size; k++) row[k] = row[k] * inverse * norm[k];
-}
+
+  // Sixteen elements from k; zeros behind the row's end.
+  Vec at(int64_t k) const {
+    const Vec x = load_padded(x_, k, size_);
+    return norm_ ? x * broadcast(inverse_) * load_padded(norm_, k, size_) : x;
+  }
+
+ private:
+  float root_mean_square(float eps) const {
+    Vec squares = zeros();
+    for (int64_t k = 0; k < size_; k += kLanes) {
+      const Vec x = load_padded(x_, k, size_);
+      squares = fma(x, x, squares);
+    }
+    return std::sqrt(sum(squares) / static_cast<float>(size_) + eps);
+  }
+
+  const T* x_;
+  int64_t size_;
+  const float* norm_;  // may be null
+  float inverse_;      // of the root mean square, where there is a norm
+};
 
 // Input row `m`, normalised: row [padded], zeros behind its end and for rows beyond the last.
 template <class E>
 void read_row(const Rows& rows, int64_t m, int64_t padded, float* row) {
-  std::fill(row, row + padded, 0.0f);
-  if (m >= rows.count) return;
-  const int64_t start = m * rows.size;
-  if (rows.is_float) {
-    widen(static_cast<const float*>(rows.data) + start, rows.size, row);
-  } else {
-    widen(static_cast<const E*>(rows.data) + start, rows.size, row);
+  if (m >= rows.count) {
+    std::fill(row, row + padded, 0.0f);
+    return;
   }
-  if (rows.norm) normalise(row, rows.size, rows.norm, rows.eps);
+  const auto copy = [&](const auto& input) {
+    for (int64_t k = 0; k < padded; k += kLanes) store(row + k, input.at(k));
+  };
+  if (rows.is_float) {
+    copy(InputRow<float>(rows, m));
+  } else {
+    copy(InputRow<E>(rows, m));
+  }
 }
 
 }  // namespace miniserve
