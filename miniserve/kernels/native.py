@@ -25,7 +25,14 @@ MAX_HEAD_DIM = 512
 DTYPES = (torch.float32, torch.bfloat16)
 _HUGE_PAGE_BYTES = 2**21
 # What a model computes with: see `recording`.
-_RECORDED = ("linear", "linear_quantised", "unpack_columns", "unpack_quantised_columns", "attention")
+_RECORDED = (
+    "linear",
+    "feed_forward",
+    "linear_quantised",
+    "unpack_columns",
+    "unpack_quantised_columns",
+    "attention",
+)
 _OPERATORS = (
     *_RECORDED,
     "pack",
@@ -110,6 +117,7 @@ class NativeKernels:
         ops = getattr(torch.ops, namespace)
         # Looked up once: a call takes a few microseconds, and a step makes hundreds.
         self.linear: Any = ops.linear.default
+        self.feed_forward: Any = ops.feed_forward.default
         self.pack: Any = ops.pack.default
         self.unpack_columns: Any = ops.unpack_columns.default
         self.linear_quantised: Any = ops.linear_quantised.default
@@ -255,6 +263,10 @@ class Matrix(ABC):
         self._product(x, norm, "silu_gate", out)
         return out
 
+    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix) -> None:
+        """residual += down(silu(gate) x up of norm(residual)), with a matrix made with `gate`, and residual fp32."""
+        down.add_to_(residual, self.silu_gate(residual, norm))
+
     def _product(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
         if norm is None:
             self._run(x, None, 0.0, epilogue, out)
@@ -296,6 +308,22 @@ class PackedMatrix(Matrix):
         out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
         self._kernels.unpack_columns(self._packed, self.out_features, ids, out)
         return out
+
+    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix) -> None:
+        """As `Matrix.feed_forward_`; in one call, where `down` is in its own dtype too."""
+        if not isinstance(down, PackedMatrix):
+            super().feed_forward_(residual, norm, down)
+            return
+        self._kernels.feed_forward(
+            residual,
+            self._packed,
+            self._bias,
+            down._packed,
+            down._bias,
+            down.in_features,
+            norm.weight,
+            norm.eps,
+        )
 
     def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
         self._kernels.linear(x, self._packed, self.out_features, self._bias, norm, eps, epilogue, out)

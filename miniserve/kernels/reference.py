@@ -50,6 +50,19 @@ def silu_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm 
     return F.silu(gate) * up
 
 
+def feed_forward(
+    residual: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    norm: Norm | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """residual + down(silu(gate) x up of norm(residual)) in fp32, with what is between them rounded to their dtype."""
+    return residual + linear(silu_gate(residual, gate_up, gate_up_bias, norm), down, down_bias)
+
+
 def transform_heads(heads: Tensor, norm: Norm | None, rope: Tensor | None, positions: Tensor) -> Tensor:
     """heads [num_tokens, num_heads, head_dim], normalised and rotated: see `HeadTransform`. In their dtype."""
     x = heads.float() if norm is None else rms_norm(heads, norm)

@@ -80,6 +80,11 @@ class Linear(nn.Module):
         return QuantisedMatrix(kernels, grid, bias, dtype=self.dtype, num_digits=scheme.num_digits, gate=self._is_gate)
 
     @property
+    def native(self) -> Matrix | None:
+        """The weight in the kernels' layout, where they multiply."""
+        return self._native
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the weight, in whatever layout it is."""
         if self._native is not None:

@@ -28,7 +28,11 @@ class MLP(nn.Module):
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> None:
         """residual, fp32 [num_tokens, hidden_size], gets the feed-forward of its normalised self added."""
-        self.down.add_to_(residual, self.gate_up(residual, norm))
+        gate_up, down = self.gate_up.native, self.down.native
+        if gate_up is not None and down is not None:
+            gate_up.feed_forward_(residual, norm.native, down)
+        else:
+            self.down.add_to_(residual, self.gate_up(residual, norm))
 
 
 class GateUp(Linear):

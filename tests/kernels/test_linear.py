@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miniserve.kernels import reference
 from miniserve.kernels.native import NativeKernels, Norm, PackedMatrix
+from miniserve.kernels.quantised import QuantisedMatrix, in_rows
 
 # (in_features, out_features): whole chunks, none, less than one, more than one.
 SIZES = [(64, 96), (33, 45), (100, 80), (7, 5), (160, 17)]
@@ -119,6 +120,39 @@ def test_silu_gate_far_from_zero(kernels: NativeKernels) -> None:
     torch.testing.assert_close(matrix.silu_gate(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "intermediate"), [(64, 96), (33, 40), (50, 17), (7, 5), (40, 33), (160, 64)])
+@with_bias
+def test_feed_forward_is_its_two_products(
+    kernels: NativeKernels, dtype: torch.dtype, size: int, intermediate: int, with_bias: bool
+) -> None:
+    """Bit for bit, and its twin; some sizes leave columns of a row tile empty."""
+    first = make_case(size, 2 * intermediate, dtype, with_norm=True, with_bias=with_bias)
+    second = make_case(intermediate, size, dtype, with_bias=with_bias)
+    assert first.norm is not None
+    gate_up, down = first.matrix(kernels, gate=True), second.matrix(kernels)
+    for num_rows in ROWS:
+        residual, expected = first.x[:num_rows].clone(), first.x[:num_rows].clone()
+        twin = reference.feed_forward(
+            residual, first.weight, second.weight, first.norm, gate_up_bias=first.bias, down_bias=second.bias
+        )
+        gate_up.feed_forward_(residual, first.norm, down)
+        down.add_to_(expected, gate_up.silu_gate(expected, first.norm))
+        assert torch.equal(residual, expected)
+        assert_close(residual, twin, first)
+
+
+def test_feed_forward_with_another_kind_of_matrix(kernels: NativeKernels) -> None:
+    """Then it is two calls."""
+    first, second = make_case(64, 64, torch.bfloat16, with_norm=True), make_case(32, 64, torch.bfloat16)
+    assert first.norm is not None
+    gate_up = first.matrix(kernels, gate=True)
+    down = QuantisedMatrix(kernels, in_rows(second.weight))
+    residual, expected = first.x.clone(), first.x.clone()
+    gate_up.feed_forward_(residual, first.norm, down)
+    down.add_to_(expected, gate_up.silu_gate(expected, first.norm))
+    assert torch.equal(residual, expected)
+
+
 def test_fp32_input_of_a_bf16_matrix_needs_no_norm(kernels: NativeKernels) -> None:
     case = make_case(64, 48, torch.bfloat16, num_rows=5)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
@@ -171,7 +205,10 @@ def every_product(case: Case, kernels: NativeKernels, x: Tensor) -> list[Tensor]
     residual = torch.ones(len(x), case.weight.shape[0])
     case.matrix(kernels).add_to_(residual, x)
     plain, gated = case.matrix(kernels), case.matrix(kernels, gate=True)
-    return [plain(x, case.norm), plain.logits(x, case.norm), gated.silu_gate(x, case.norm), residual]
+    down = PackedMatrix(kernels, case.weight.T[:, : case.weight.shape[0] // 2])
+    stream = x.float().clone()
+    gated.feed_forward_(stream, case.norm or Norm(torch.ones(x.shape[1]), 1e-5), down)
+    return [plain(x, case.norm), plain.logits(x, case.norm), gated.silu_gate(x, case.norm), residual, stream]
 
 
 @pytest.mark.usefixtures("threads_restored")
@@ -272,6 +309,40 @@ def test_what_linear_refuses(kernels: NativeKernels, named: str, changes: dict[s
         kernels.linear(*{**right, **changes}.values())
 
 
+RESIDUAL, GATE_UP, DOWN = torch.zeros(3, 50), torch.zeros(96 * 64), torch.zeros(64 * 64)  # 40 between them
+WRONG_FEED_FORWARD: dict[str, tuple[str, dict[str, object]]] = {
+    "residual-dtype": ("residual", {"residual": RESIDUAL.bfloat16()}),
+    "residual-dims": ("residual", {"residual": torch.zeros(50)}),
+    "residual-strides": ("residual", {"residual": torch.zeros(50, 3).T}),
+    "residual-size": ("gate_up", {"residual": torch.zeros(3, 65)}),
+    "gate_up-small": ("gate_up", {"gate_up": GATE_UP[:-1]}),
+    "gate_up-dtype": ("gate_up", {"gate_up": GATE_UP.half(), "down": DOWN.half()}),
+    "gate_up-bias": ("gate_up_bias", {"gate_up_bias": torch.zeros(80)}),
+    "down-small": ("down", {"down": DOWN[:-1]}),
+    "down-dtype": ("down", {"down": DOWN.bfloat16()}),
+    "down-bias": ("down_bias", {"down_bias": torch.zeros(50)}),
+    "intermediate": ("gate_up", {"intermediate": 49}),
+    "norm-size": ("norm", {"norm": torch.ones(49)}),
+}
+
+
+@pytest.mark.parametrize(("named", "changes"), WRONG_FEED_FORWARD.values(), ids=WRONG_FEED_FORWARD)
+def test_what_feed_forward_refuses(kernels: NativeKernels, named: str, changes: dict[str, object]) -> None:
+    right: dict[str, object] = {
+        "residual": RESIDUAL,
+        "gate_up": GATE_UP,
+        "gate_up_bias": None,
+        "down": DOWN,
+        "down_bias": None,
+        "intermediate": 40,
+        "norm": None,
+        "eps": 0.0,
+    }
+    kernels.feed_forward(*right.values())
+    with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
+        kernels.feed_forward(*{**right, **changes}.values())
+
+
 @pytest.mark.parametrize(
     ("named", "weight", "packed"),
     [
@@ -310,5 +381,7 @@ def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
     torch.library.opcheck(kernels.pack, (case.weight, packed), test_utils=checks)
     linear = (case.x, packed, 80, None, None, 0.0, "store", torch.zeros(3, 80))
     torch.library.opcheck(kernels.linear, linear, test_utils=checks)
+    halves = (torch.zeros(96 * 64, dtype=dtype), None, torch.zeros(64 * 64, dtype=dtype), None)
+    torch.library.opcheck(kernels.feed_forward, (torch.zeros(3, 50), *halves, 40, None, 0.0), test_utils=checks)
     unpack = (packed, 80, torch.tensor([3, 7]), torch.zeros(2, 50))
     torch.library.opcheck(kernels.unpack_columns, unpack, test_utils=checks)

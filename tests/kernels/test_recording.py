@@ -49,7 +49,7 @@ class Block:
             heads = self.qkv(residual, self.norm).view(len(residual), -1, HEAD_DIM)
             attended = self.kernels.attend(heads, KV_HEADS, HeadTransform(None), self.cache, self.step, scale=0.3)
             self.o.add_to_(residual, attended.flatten(1))
-            self.down.add_to_(residual, self.gate_up.silu_gate(residual, self.norm))
+            self.gate_up.feed_forward_(residual, self.norm, self.down)
         return residual
 
     def results(self, compute: Callable[[], Tensor]) -> list[Tensor]:

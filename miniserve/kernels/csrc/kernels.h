@@ -11,6 +11,7 @@ enum class Epilogue {
   kStore,     // out = y
   kAdd,       // out += y; out is the residual stream
   kSiluGate,  // out = silu(gate) x up, gate and up being alternate groups of 16 columns of y
+  kSiluTiles  // the same as row tiles of E: the left side of another product
 };
 
 // Input rows: [num_rows][size] of float (the residual stream) or E. With `norm`, each row is first divided by its root
@@ -62,7 +63,12 @@ struct Output {
 template <class E>
 void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads);
 
-// The same with a quantised matrix. Rows become whole numbers of `num_digits` (1 or 2) digits of 7 bits times a scale.
+// out [num_rows][size] float += down(silu(gate) x up), gate and up being products of the rows, which out may hold. What lies
+// between both products stays in the caches.
+template <class E>
+void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& down, float* out, int num_threads);
+
+// As `linear`, with a quantised matrix. Rows become whole numbers of `num_digits` (1 or 2) digits of 7 bits times a scale.
 template <class E>
 void linear_quantised(const Rows& rows, const QuantisedWeight& weight, int num_digits, const Output& out,
                       int num_threads);

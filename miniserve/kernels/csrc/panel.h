@@ -1,7 +1,10 @@
 // What becomes of the sums of 32 columns of a product: bias, gate, and where they go.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.h"
+#include "threads.h"
 
 namespace miniserve {
 
@@ -22,6 +25,8 @@ class PanelOutput {
         return put<float, true>(sums, first_row, count, panel);
       case Epilogue::kSiluGate:
         return put_gated(sums, first_row, count, panel);
+      case Epilogue::kSiluTiles:
+        return put_in_tiles(sums, first_row, count, panel);
     }
   }
 
@@ -40,8 +45,8 @@ class PanelOutput {
     T* out = static_cast<T*>(out_.data) + first_row * columns_ + panel * kChunk;
     for (int64_t r = 0; r < count; r++, sums += kChunk, out += columns_) {
       if (left >= kChunk) {
-        store(out, add ? load(out) + load(sums) : load(sums));
-        store(out + kLanes, add ? load(out + kLanes) + load(sums + kLanes) : load(sums + kLanes));
+        const Vec low = load(sums), high = load(sums + kLanes);
+        store(out, add ? load(out) + low : low, add ? load(out + kLanes) + high : high);
       } else {
         for (int64_t i = 0; i < left; i++) set(out[i], add ? to_float(out[i]) + sums[i] : sums[i]);
       }
@@ -49,18 +54,38 @@ class PanelOutput {
   }
 
   // A panel's first half are gates, its second half is what they let through.
+  static Vec gated(const float* sums) { return silu(load(sums)) * load(sums + kLanes); }
+
   void put_gated(const float* sums, int64_t first_row, int64_t count, int64_t panel) const {
     const int64_t columns = columns_ / 2, left = columns - panel * kLanes;
     E* out = static_cast<E*>(out_.data) + first_row * columns + panel * kLanes;
     for (int64_t r = 0; r < count; r++, sums += kChunk, out += columns) {
-      const Vec y = silu(load(sums)) * load(sums + kLanes);
       if (left >= kLanes) {
-        store(out, y);
+        store(out, gated(sums));
       } else {
         float lanes[kLanes];
-        store(lanes, y);
+        store(lanes, gated(sums));
         for (int64_t i = 0; i < left; i++) set(out[i], lanes[i]);
       }
+    }
+  }
+
+  // With zeros behind the last column, up to the end of its chunk.
+  void put_in_tiles(const float* sums, int64_t first_row, int64_t count, int64_t panel) const {
+    const int64_t columns = columns_ / 2, column = panel * kLanes, left = columns - column;
+    const int64_t tile_size = kTileRows * round_up(columns, kChunk);
+    E* tiles = static_cast<E*>(out_.data) + column / kChunk * kRowTileSize + column % kChunk;
+    for (int64_t row = first_row; row < first_row + count; row++, sums += kChunk) {
+      E* out = tiles + row / kTileRows * tile_size + row % kTileRows * kChunk;
+      if (left >= kLanes) {
+        store(out, gated(sums));
+      } else {
+        float lanes[kLanes];
+        store(lanes, gated(sums));
+        std::fill(lanes + left, lanes + kLanes, 0.0f);
+        store(out, load(lanes));
+      }
+      if (left <= kLanes && column % kChunk == 0) store(out + kLanes, zeros());
     }
   }
 

@@ -56,10 +56,10 @@ Epilogue epilogue_of(const std::string& name) {
   return Epilogue::kSiluGate;
 }
 
-void check_packed(const Tensor& packed, int64_t columns, int64_t size) {
-  check(packed, "packed", packed.scalar_type(), 1);
+void check_packed(const Tensor& packed, int64_t columns, int64_t size, const char* name = "packed") {
+  check(packed, name, packed.scalar_type(), 1);
   const int64_t padded = (columns + kChunk - 1) / kChunk * kChunk * ((size + kChunk - 1) / kChunk * kChunk);
-  STD_TORCH_CHECK(packed.numel() >= padded, "packed: a matrix of ", columns, " by ", size, " takes ", padded,
+  STD_TORCH_CHECK(packed.numel() >= padded, name, ": a matrix of ", columns, " by ", size, " takes ", padded,
                   " elements, got ", packed.numel());
 }
 
@@ -99,6 +99,29 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
     const Weight<E> weight{static_cast<const E*>(packed.data_ptr()), columns, x.size(1), bias_data};
     perform({x.size(0), 0}, [=](const Sizes& sizes, int threads) {
       linear(call.rows.first(sizes.num_tokens), weight, call.out, threads);
+    });
+  });
+}
+
+void feed_forward_op(const Tensor& residual, const Tensor& gate_up, const std::optional<Tensor>& gate_up_bias,
+                     const Tensor& down, const std::optional<Tensor>& down_bias, int64_t intermediate,
+                     const std::optional<Tensor>& norm, double eps) {
+  check(residual, "residual", ScalarType::Float, 2);
+  const int64_t size = residual.size(1);
+  check_packed(gate_up, 2 * intermediate, size, "gate_up");
+  check_packed(down, size, intermediate, "down");
+  const ScalarType dtype = gate_up.scalar_type();
+  check(down, "down", dtype, 1);
+  const float* gate_up_bias_data = optional_floats(gate_up_bias, "gate_up_bias", whole_panels(2 * intermediate));
+  const float* down_bias_data = optional_floats(down_bias, "down_bias", whole_panels(size));
+  auto* data = static_cast<float*>(residual.data_ptr());
+  const Rows rows{data, true, residual.size(0), size, optional_floats(norm, "norm", size), static_cast<float>(eps)};
+  for_dtype(dtype, "gate_up", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    const Weight<E> first{static_cast<const E*>(gate_up.data_ptr()), 2 * intermediate, size, gate_up_bias_data};
+    const Weight<E> second{static_cast<const E*>(down.data_ptr()), size, intermediate, down_bias_data};
+    perform({rows.count, 0}, [=](const Sizes& sizes, int threads) {
+      feed_forward(rows.first(sizes.num_tokens), first, second, data, threads);
     });
   });
 }
@@ -393,6 +416,9 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
       "linear(Tensor x, Tensor packed, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
       "Tensor(a!) out) -> ()");
+  library.def(
+      "feed_forward(Tensor(a!) residual, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+      "int intermediate, Tensor? norm, float eps) -> ()");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
   library.def("unpack_columns(Tensor packed, int columns, Tensor ids, Tensor(a!) out) -> ()");
   library.def(
@@ -421,6 +447,7 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
 
 MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear_op));
+  library.impl("feed_forward", TORCH_BOX(&feed_forward_op));
   library.impl("pack", TORCH_BOX(&pack_op));
   library.impl("unpack_columns", TORCH_BOX(&unpack_columns_op));
   library.impl("linear_quantised", TORCH_BOX(&linear_quantised_op));

@@ -53,7 +53,14 @@ constexpr Fetch kNoFetch{0, 0, 0};
 template <class E>
 constexpr int kChunkLines = kChunkSize * sizeof(E) / 64;
 
+// Whether products of E have a unit of their own, beside which vectors are free to do something else.
+template <class E>
+constexpr bool kHasTiles = false;
+
 #if defined(__AMX_BF16__)
+
+template <>
+inline constexpr bool kHasTiles<bf16> = true;
 
 // The processor's tile registers, set up for products of `rows` rows of `bytes` each: 64, or 32 where a product has only
 // 32 k of one byte. Given back at the end of the scope. Must live on the thread that multiplies.
@@ -85,19 +92,21 @@ class TileRegisters {
   int bytes_, rows_ = 0;
 };
 
-// sums [rows][32], `stride` floats apart = sum over i of left[i] right(i), for i < num_chunks.
-template <class Right>
-inline void multiply(const bf16* left, int, int num_chunks, Right right, Fetch fetch, float* sums, int64_t stride) {
+// sums [rows][32], `stride` floats apart = sum over i of left[i] right(i), for i < num_chunks. Twice for each chunk, what is
+// to be done meanwhile is done: meanwhile.half(chunk, 0 or 1).
+template <class Right, class Meanwhile>
+inline void multiply(const bf16* left, int, int num_chunks, Right right, const Meanwhile& meanwhile, float* sums,
+                     int64_t stride) {
   _tile_zero(0);
   _tile_zero(1);
   for (int i = 0; i < num_chunks; i++) {
     const bf16* chunk = right(i);
     _tile_loadd(4, left + i * kRowTileSize, 64);
     _tile_loadd(6, chunk, 64);
-    fetch.half(chunk, 0);
+    meanwhile.half(chunk, 0);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, chunk + kChunkSize / 2, 64);
-    fetch.half(chunk, 1);
+    meanwhile.half(chunk, 1);
     _tile_dpbf16ps(1, 4, 7);
   }
   _tile_stored(0, sums, stride * 4);
@@ -106,9 +115,9 @@ inline void multiply(const bf16* left, int, int num_chunks, Right right, Fetch f
 
 // The same for two row tiles that share the right side, which stays in the first-level cache: each left side is needed
 // only once in a panel.
-template <class Right>
-inline void multiply_two(const bf16* left, const bf16* left2, int num_chunks, Right right, Fetch fetch, float* sums,
-                         float* sums2) {
+template <class Right, class Meanwhile>
+inline void multiply_two(const bf16* left, const bf16* left2, int num_chunks, Right right, const Meanwhile& meanwhile,
+                         float* sums, float* sums2) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -119,11 +128,11 @@ inline void multiply_two(const bf16* left, const bf16* left2, int num_chunks, Ri
     _tile_loadd(6, chunk, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, chunk + kChunkSize / 2, 64);
-    fetch.half(chunk, 0);
+    meanwhile.half(chunk, 0);
     _tile_dpbf16ps(1, 4, 7);
     _tile_stream_loadd(5, left2 + i * kRowTileSize, 64);
     _tile_dpbf16ps(2, 5, 6);
-    fetch.half(chunk, 1);
+    meanwhile.half(chunk, 1);
     _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, sums, kChunk * 4);
@@ -198,15 +207,15 @@ struct RowSums {
 };
 
 // Rows first to first + R of the product.
-template <int R, class E, class Right>
-inline void multiply_rows(const E* left, int first, int num_chunks, Right& right, Fetch fetch, float* sums,
+template <int R, class E, class Right, class Meanwhile>
+inline void multiply_rows(const E* left, int first, int num_chunks, Right& right, const Meanwhile& meanwhile, float* sums,
                           int64_t stride) {
   RowSums<R> rows;
   rows.clear();
   for (int i = 0; i < num_chunks; i++) {
     const E* chunk = right(i);
-    fetch.half(chunk, 0);
-    fetch.half(chunk, 1);
+    meanwhile.half(chunk, 0);
+    meanwhile.half(chunk, 1);
     rows.add(left + i * kRowTileSize + first * kChunk, chunk);
   }
   for (int r = 0; r < R; r++) {
@@ -221,32 +230,39 @@ constexpr int kMostRows = 8;  // as many as leave registers for the right side
 constexpr int kMostRows = 4;
 #endif
 
-// As above, for processors without tiles and for floats: groups of rows, of which the first one fetches.
-template <class E, class Right>
-inline void multiply(const E* left, int rows, int num_chunks, Right right, Fetch fetch, float* sums, int64_t stride) {
-  for (int first = 0; first < rows;) {
-    const int group = rows - first;
-    const Fetch now = first == 0 ? fetch : kNoFetch;
-    if (group >= kMostRows) {
-      multiply_rows<kMostRows>(left, first, num_chunks, right, now, sums, stride);
-      first += kMostRows;
-    } else if (group >= 4) {
-      multiply_rows<4>(left, first, num_chunks, right, now, sums, stride);
-      first += 4;
-    } else if (group >= 2) {
-      multiply_rows<2>(left, first, num_chunks, right, now, sums, stride);
-      first += 2;
-    } else {
-      multiply_rows<1>(left, first, num_chunks, right, now, sums, stride);
-      first += 1;
-    }
+// Some of the rows from `first` on, `left_over` in number; returns how many.
+template <class E, class Right, class Meanwhile>
+inline int multiply_group(const E* left, int first, int left_over, int num_chunks, Right& right,
+                          const Meanwhile& meanwhile, float* sums, int64_t stride) {
+  if (left_over >= kMostRows) {
+    multiply_rows<kMostRows>(left, first, num_chunks, right, meanwhile, sums, stride);
+    return kMostRows;
   }
+  if (left_over >= 4) {
+    multiply_rows<4>(left, first, num_chunks, right, meanwhile, sums, stride);
+    return 4;
+  }
+  if (left_over >= 2) {
+    multiply_rows<2>(left, first, num_chunks, right, meanwhile, sums, stride);
+    return 2;
+  }
+  multiply_rows<1>(left, first, num_chunks, right, meanwhile, sums, stride);
+  return 1;
 }
 
-template <class E, class Right>
-inline void multiply_two(const E* left, const E* left2, int num_chunks, Right right, Fetch fetch, float* sums,
-                         float* sums2) {
-  multiply(left, kTileRows, num_chunks, right, fetch, sums, kChunk);
+// As above, for processors without tiles and for floats: the first group of rows does what is to be done meanwhile.
+template <class E, class Right, class Meanwhile>
+inline void multiply(const E* left, int rows, int num_chunks, Right right, const Meanwhile& meanwhile, float* sums,
+                     int64_t stride) {
+  if (rows == 0) return;
+  int first = multiply_group(left, 0, rows, num_chunks, right, meanwhile, sums, stride);
+  while (first < rows) first += multiply_group(left, first, rows - first, num_chunks, right, kNoFetch, sums, stride);
+}
+
+template <class E, class Right, class Meanwhile>
+inline void multiply_two(const E* left, const E* left2, int num_chunks, Right right, const Meanwhile& meanwhile,
+                         float* sums, float* sums2) {
+  multiply(left, kTileRows, num_chunks, right, meanwhile, sums, kChunk);
   multiply(left2, kTileRows, num_chunks, right, kNoFetch, sums2, kChunk);
 }
 

@@ -57,6 +57,10 @@ inline void store(bf16* p, Vec a) {
   const __m256bh rounded = _mm512_cvtneps_pbh(a.v);
   std::memcpy(p, &rounded, sizeof rounded);
 }
+inline void store(bf16* p, Vec a, Vec b) {
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(b.v, a.v);
+  std::memcpy(p, &rounded, sizeof rounded);
+}
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -323,6 +327,19 @@ inline Vec choose(const Lanes& a, const Vec& b, const Vec& c) {
 }
 
 #endif
+
+#if !defined(__AVX512F__)
+inline void store(bf16* p, const Vec& a, const Vec& b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+#endif
+
+// Thirty-two elements, of bf16 at once where the processor can.
+inline void store(float* p, const Vec& a, const Vec& b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
 
 inline Vec zeros() { return broadcast(0.0f); }
 
