@@ -167,6 +167,16 @@ Output part_of(const Output& out, const Weight<E>& weight, int64_t first_row) {
   return part;
 }
 
+// The fewest rows of its own that a thread goes through all panels with. Fewer are multiplied by all threads, each with
+// panels of its own: reading a row tile that another core has written takes less time than all weights then.
+constexpr int64_t kFewestOwnRows = 128;
+
+// Rows that are multiplied by a panel one after the other.
+int64_t block_rows(int64_t num_rows, int num_threads) {
+  const int64_t own = round_up((num_rows + num_threads - 1) / num_threads, 2 * kTileRows);
+  return own < kFewestOwnRows ? kBlockRows : std::min(own, kBlockRows);
+}
+
 // A matrix times row tiles, shared by the threads: each takes panels, for a block of rows at a time.
 template <class E>
 class SharedProduct {
@@ -177,14 +187,15 @@ class SharedProduct {
         weight_(weight),
         out_(out),
         num_panels_(round_up(weight.columns, kChunk) / kChunk),
-        shares_((num_rows + kBlockRows - 1) / kBlockRows * num_panels_, num_threads) {}
+        block_rows_(block_rows(num_rows, num_threads)),
+        shares_((num_rows + block_rows_ - 1) / block_rows_ * num_panels_, num_threads) {}
 
   // The part of `thread`.
   void run(int thread) {
     PanelProduct<E> product(tiles_, weight_, out_);
     for (int64_t i = shares_.next(thread); i >= 0; i = shares_.next(thread)) {
-      const int64_t first = i / num_panels_ * kBlockRows;
-      product.run({first, std::min(first + kBlockRows, num_rows_)}, i % num_panels_);
+      const int64_t first = i / num_panels_ * block_rows_;
+      product.run({first, std::min(first + block_rows_, num_rows_)}, i % num_panels_);
     }
   }
 
@@ -193,7 +204,7 @@ class SharedProduct {
   int64_t num_rows_;
   const Weight<E>& weight_;
   const Output& out_;
-  int64_t num_panels_;
+  int64_t num_panels_, block_rows_;
   Shares shares_;
 };
 
@@ -206,8 +217,9 @@ E* tiles_for(int64_t num_rows, int64_t size, int num_threads, Scratch& memory) {
 // Calls body(part of the rows, its first row) for a block of rows for each thread at a time.
 template <class E, class Body>
 void for_parts(const Rows& rows, int num_threads, Body body) {
-  for (int64_t first = 0; first < rows.count; first += num_threads * kBlockRows) {
-    body(part_of<E>(rows, {first, std::min(first + num_threads * kBlockRows, rows.count)}), first);
+  const int64_t at_once = num_threads * kBlockRows;
+  for (int64_t first = 0; first < rows.count; first += at_once) {
+    body(part_of<E>(rows, {first, std::min(first + at_once, rows.count)}), first);
   }
 }
 
