@@ -32,7 +32,13 @@ void rotate(float* x, int64_t rotary_dim, const float* table, int64_t position) 
   const float* cos = table + position * 2 * rotary_dim;
   const float* sin = cos + rotary_dim;
   const int64_t half = rotary_dim / 2;
-  for (int64_t i = 0; i < half; i++) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec a = load(x + i), b = load(x + i + half);
+    store(x + i, a * load(cos + i) + b * load(sin + i));
+    store(x + i + half, b * load(cos + i + half) + a * load(sin + i + half));
+  }
+  for (; i < half; i++) {
     const float a = x[i], b = x[i + half];
     x[i] = a * cos[i] + b * sin[i];
     x[i + half] = b * cos[i + half] + a * sin[i + half];
@@ -42,10 +48,10 @@ void rotate(float* x, int64_t rotary_dim, const float* table, int64_t position) 
 template <class E>
 void prepare_head(E* head, const Heads& heads, const float* norm, int64_t position) {
   float x[kMostHeadDim];
-  for (int64_t i = 0; i < heads.head_dim; i++) x[i] = to_float(head[i]);
+  load_row(head, heads.head_dim, x);
   if (norm) normalise_head(x, heads.head_dim, norm, heads.eps);
   if (heads.rope) rotate(x, heads.rotary_dim, heads.rope, position);
-  for (int64_t i = 0; i < heads.head_dim; i++) set(head[i], x[i]);
+  store_row(x, heads.head_dim, head);
 }
 
 // Prepares a share of the step's heads: queries in place, keys in place and, with their values, into the cache.
@@ -54,8 +60,12 @@ void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<C>&
   const int64_t rotated = heads.num_heads + heads.num_kv_heads;
   const int64_t token_size = (rotated + heads.num_kv_heads) * heads.head_dim;
   int64_t request = 0;
+  int64_t token = own.begin / rotated, head = own.begin % rotated - 1;
   for (int64_t i = own.begin; i < own.end; i++) {
-    const int64_t token = i / rotated, head = i % rotated;
+    if (++head == rotated) {
+      head = 0;
+      token++;
+    }
     while (token >= step.query_start[request + 1]) request++;
     const int64_t position = step.seq_lens[request] - step.query_start[request + 1] + token;
     E* x = qkv + token * token_size + head * heads.head_dim;
@@ -77,18 +87,18 @@ struct Item {
   Range spans;  // of keys that any of the rows sees
 };
 
-// The work of a step, long prompts' last rows first: they see the most keys.
+// The work of a step. Those who share keys and values follow each other, the last rows first: they see the most keys.
 std::vector<Item> items_of(const Heads& heads, const Step& step) {
   const int64_t group = heads.num_heads / heads.num_kv_heads;
   std::vector<Item> items;
   for (int64_t request = 0; request < step.num_requests; request++) {
     const int64_t num_new = step.query_start[request + 1] - step.query_start[request];
     const int64_t context = step.seq_lens[request] - num_new, num_rows = num_new * group;
-    for (int64_t row = (num_rows - 1) / kTileRows * kTileRows; num_new > 0 && row >= 0; row -= kTileRows) {
-      const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
-      const int64_t last_key = context + (row + count - 1) / group;
-      const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
-      for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
+    for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
+      for (int64_t row = (num_rows - 1) / kTileRows * kTileRows; num_new > 0 && row >= 0; row -= kTileRows) {
+        const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
+        const int64_t last_key = context + (row + count - 1) / group;
+        const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
         items.push_back({request, kv_head, row, count, last_key, {first_key / kSpan, last_key / kSpan + 1}});
       }
     }
@@ -181,13 +191,16 @@ class UnitAttention {
         panels_(num_panels(heads.head_dim)),
         span_(cache, heads.head_dim) {}
 
-  // A whole item. Meanwhile fetches the first keys of `next`, if there is one.
+  // A whole item. Meanwhile fetches the first keys of `next`, if there is one and they are not at hand already.
   void run(const Item& item, const Item* next) {
+    are_keys_new_ = !share_keys(item_, item);
+    if (next && share_keys(item, *next)) next = nullptr;
     begin(item);
     Part whole(whole_), part(part_);
     for (int64_t span = item.spans.begin; span < item.spans.end; span++) {
       const bool is_first = span == item.spans.begin, is_last = span + 1 == item.spans.end;
-      attend(span, is_first ? whole : part, is_last ? next : &item, is_last && next ? next->spans.begin : span + 1);
+      const Item* fetched = is_last ? next : are_keys_new_ ? &item : nullptr;
+      attend(span, is_first ? whole : part, fetched, is_last && next ? next->spans.begin : span + 1);
       if (!is_first) whole.add(part, item.num_rows, panels_);
     }
     finish(item, whole);
@@ -195,6 +208,7 @@ class UnitAttention {
 
   // One span of an item.
   void run(const Item& item, int64_t span, Part& part, const Item* next, int64_t next_span) {
+    are_keys_new_ = true;
     begin(item);
     attend(span, part, next, next_span);
   }
@@ -209,15 +223,21 @@ class UnitAttention {
   }
 
  private:
+  static constexpr int64_t kSpansAtHand = 8;  // that stay in a thread's cache from one item to the next
+
+  static bool share_keys(const Item& a, const Item& b) {
+    const bool are_few = b.spans.end - b.spans.begin <= kSpansAtHand;
+    return are_few && a.request == b.request && a.kv_head == b.kv_head;
+  }
+
   void begin(const Item& item) {
     item_ = item;
     const int64_t seq_len = step_.seq_lens[item.request];
     const int64_t num_new = step_.query_start[item.request + 1] - step_.query_start[item.request];
-    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
     for (int row = 0; row < item.num_rows; row++) {
       end_[row] = seq_len - num_new + (item.first_row + row) / group_ + 1;
       begin_[row] = heads_.window > 0 ? std::max<int64_t>(0, end_[row] - heads_.window) : 0;
-      span_.set_query(row, qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim);
+      span_.set_query(row, query_of(item, row));
     }
   }
 
@@ -225,6 +245,10 @@ class UnitAttention {
     return step_.query_start[item.request] + (item.first_row + row) / group_;
   }
   int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + (item.first_row + row) % group_; }
+  const E* query_of(const Item& item, int row) const {
+    const int64_t token_size = (heads_.num_heads + 2 * heads_.num_kv_heads) * heads_.head_dim;
+    return qkv_ + token_of(item, row) * token_size + head_of(item, row) * heads_.head_dim;
+  }
 
   Tiles<C> tiles_of(const Item& item, int64_t span) const {
     const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
@@ -241,7 +265,7 @@ class UnitAttention {
   void attend(int64_t span, Part& part, const Item* next, int64_t next_span) {
     const Tiles<C> tiles = tiles_of(item_, span);
     const Tiles<C> next_tiles = next ? tiles_of(*next, next_span) : Tiles<C>{};
-    span_.score(tiles, item_.num_rows, &scores_[0][0]);
+    span_.score(tiles, item_.num_rows, are_keys_new_, &scores_[0][0]);
     for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, tiles.count * kChunk, part);
     span_.add_values(tiles, next_tiles, item_.num_rows, part.sums);
   }
@@ -251,19 +275,18 @@ class UnitAttention {
     float* scores = scores_[row];
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
-    const int from = begin / kLanes * kLanes, to = static_cast<int>(round_up(end, kLanes));  // whole vectors around them
+    // Whole vectors around what the row sees.
+    const int from = begin / kLanes * kLanes, to = static_cast<int>(round_up(end, kLanes));
+    if (heads_.soft_cap > 0.0f) cap(scores, from, to);
+    const Vec factor = broadcast((heads_.soft_cap > 0.0f ? 1.0f : heads_.scale) * kLog2E);  // for powers of 2
     Vec most = broadcast(kLowest);
     for (int key = from; key < to; key += kLanes) {
-      Vec x = load(scores + key) * broadcast(heads_.scale);
-      if (heads_.soft_cap > 0.0f) x = broadcast(heads_.soft_cap) * tanh(x / broadcast(heads_.soft_cap));
-      x = hide(x * broadcast(kLog2E), begin - key, end - key, kLowest);
-      store(scores + key, x);
-      most = max(most, x);
+      most = max(most, hide(load(scores + key) * factor, begin - key, end - key, kLowest));
     }
     const float now = largest(most);
     Vec total = zeros();
     for (int key = from; key < to; key += kLanes) {
-      Vec p = exp2(max(broadcast(kLeast), load(scores + key) - broadcast(now)));
+      Vec p = exp2(max(broadcast(kLeast), fma(load(scores + key), factor, broadcast(-now))));
       p = hide(p, begin - key, end - key, 0.0f);
       total = total + p;
       store(scores + key, p);
@@ -273,6 +296,14 @@ class UnitAttention {
     part.largest[row] = now;
     part.total[row] = sum(total);
     span_.set_probs(row, scores, num_keys);
+  }
+
+  // Scores, scaled, towards no more than the cap.
+  void cap(float* scores, int from, int to) const {
+    const Vec most = broadcast(heads_.soft_cap);
+    for (int key = from; key < to; key += kLanes) {
+      store(scores + key, most * tanh(load(scores + key) * broadcast(heads_.scale) / most));
+    }
   }
 
   // x with `value` in the lanes before `begin` and from `end` on: keys that the row must not see.
@@ -285,14 +316,14 @@ class UnitAttention {
   }
 
   void finish(const Item& item, const Part& whole) const {
-    alignas(64) E result[kMostHeadDim];
+    alignas(64) float result[kMostHeadDim];
     for (int row = 0; row < item.num_rows; row++) {
       const Vec total = broadcast(whole.total[row]);
       for (int d = 0; d < panels_ * kChunk; d += kLanes) {
         store(result + d, load(whole.sums + d / kChunk * kRowTileSize + row * kChunk + d % kChunk) / total);
       }
       E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
-      std::copy(result, result + heads_.head_dim, out);
+      store_row(result, heads_.head_dim, out);
     }
   }
 
@@ -304,7 +335,8 @@ class UnitAttention {
   int64_t group_;
   int panels_;
 
-  Item item_{};
+  Item item_{-1, 0, 0, 0, 0, {0, 0}};  // shares keys with none
+  bool are_keys_new_ = true;           // to this thread; else they are in its cache
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
   Span span_;
   alignas(64) float scores_[kTileRows][kSpan];

@@ -273,20 +273,25 @@ inline float make_whole(float* row, int64_t size) {
 
 // The digits of 32 whole numbers, those behind the first in the tile's next row. Adds them to sums [D].
 template <int D>
-inline void split_digits(const float* whole, int8_t* digits, int32_t* sums) {
-  int32_t first = 0, second = 0;
-  for (int i = 0; i < kChunk; i++) {
-    const auto x = static_cast<int32_t>(whole[i]);
-    const int32_t high = D == 1 ? x : (x + 64) >> 7;
-    first += high;
-    digits[i] = static_cast<int8_t>(high);
-    if (D == 2) {
-      second += x - 128 * high;
-      digits[kDigitChunk + i] = static_cast<int8_t>(x - 128 * high);
-    }
+inline void split_digits(const float* whole, int8_t* digits, Vec* sums) {
+  for (int i = 0; i < kChunk; i += kLanes) {
+    const Vec x = load(whole + i);
+    const Vec first = D == 1 ? x : round(x * broadcast(1.0f / kDigitBase));
+    store(digits + i, first);
+    sums[0] = sums[0] + first;
+    if (D == 1) continue;
+    const Vec second = x - first * broadcast(kDigitBase);
+    store(digits + kDigitChunk + i, second);
+    sums[D - 1] = sums[D - 1] + second;
   }
-  sums[0] += first;
-  if (D == 2) sums[D - 1] += second;
+}
+
+template <int D>
+inline void split_digits(const float* whole, int8_t* digits, int32_t* sums) {
+  Vec added[D];
+  for (Vec& of_digit : added) of_digit = zeros();
+  split_digits<D>(whole, digits, added);
+  for (int digit = 0; digit < D; digit++) sums[digit] += static_cast<int32_t>(sum(added[digit]));
 }
 
 // 16 columns of products of D digit rows with codes around 128, as floats; sums are those of the rows' digits.

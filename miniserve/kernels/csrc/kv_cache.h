@@ -51,14 +51,44 @@ class Cache {
 
 inline int num_panels(int64_t head_dim) { return static_cast<int>(round_up(head_dim, kChunk) / kChunk); }
 
-// Only the token's own elements are touched: its neighbours are another thread's, perhaps.
+// A token's elements of a panel: its key is a column of the chunk, its value a row. Only they are touched: their
+// neighbours are another thread's, perhaps.
+template <class E>
+inline void write_key(const E* key, int count, E* chunk, int token) {
+  for (int d = 0; d < count; d++) chunk[chunk_offset(key, d, token)] = key[d];
+}
+
+template <class E>
+inline void write_value(const E* value, int count, E* chunk, int token) {
+  for (int d = 0; d < count; d++) chunk[chunk_offset(value, token, d)] = value[d];
+}
+
+// The same for a whole panel of bf16, in pairs and in vectors.
+inline void write_whole_key(const bf16* key, bf16* chunk, int token) {
+  for (int d = 0; d < kChunk; d += 2) std::memcpy(chunk + chunk_offset(key, d, token), key + d, 2 * sizeof(bf16));
+}
+
+inline void write_whole_value(const bf16* value, bf16* chunk, int token) {
+  for (int d = 0; d < kChunk; d += kLanes) {
+    store_to_pairs(chunk + chunk_offset(value, token / 2 * 2, d), token % 2, value + d);
+  }
+}
+
+inline void write_whole_key(const float* key, float* chunk, int token) { write_key(key, kChunk, chunk, token); }
+inline void write_whole_value(const float* value, float* chunk, int token) { write_value(value, kChunk, chunk, token); }
+
 template <class E>
 void write_to_cache(const E* key, const E* value, int64_t head_dim, const Cache<E>&, CacheTile<E> tile, int token) {
   for (int64_t first = 0; first < head_dim; first += kChunk) {
-    const int count = static_cast<int>(std::min<int64_t>(kChunk, head_dim - first));
     E *keys = tile.keys + first * kChunk, *values = tile.values + first * kChunk;
-    for (int d = 0; d < count; d++) keys[chunk_offset(key, d, token)] = key[first + d];
-    for (int d = 0; d < count; d++) values[chunk_offset(value, token, d)] = value[first + d];
+    if (first + kChunk <= head_dim) {
+      write_whole_key(key + first, keys, token);
+      write_whole_value(value + first, values, token);
+    } else {
+      const int count = static_cast<int>(head_dim - first);
+      write_key(key + first, count, keys, token);
+      write_value(value + first, count, values, token);
+    }
   }
 }
 
@@ -67,7 +97,8 @@ template <class E>
 inline float quantise(const E* x, int64_t size, uint8_t* codes) {
   alignas(64) float whole[kMostHeadDim];
   const int64_t padded = round_up(size, kLanes);
-  for (int64_t d = 0; d < padded; d++) whole[d] = d < size ? to_float(x[d]) : 0.0f;
+  load_row(x, size, whole);
+  std::fill(whole + size, whole + padded, 0.0f);
   const float scale = make_whole<1>(whole, padded);
   for (int64_t d = 0; d < size; d++) codes[d] = static_cast<uint8_t>(static_cast<int>(whole[d]) + 128);
   return scale;
@@ -79,7 +110,15 @@ void write_to_cache(const E* key, const E* value, int64_t head_dim, const Cache<
   uint8_t keys[kMostHeadDim], values[kMostHeadDim];
   cache.scales(tile.keys)[token] = quantise(key, head_dim, keys);
   cache.scales(tile.values)[token] = quantise(value, head_dim, values);
-  for (int64_t d = 0; d < head_dim; d++) {
+  int64_t d = 0;
+  for (; d + kLanes <= head_dim; d += kLanes) {
+    uint8_t* of_key = tile.keys + d / kChunk * kChunkSize;
+    uint8_t* of_value = tile.values + d / kChunk * kChunkSize;
+    const int within = static_cast<int>(d % kChunk);
+    for (int i = 0; i < kLanes; i += 4) std::memcpy(of_key + group_code_offset(within + i, token), keys + d + i, 4);
+    store_to_quads(of_value + group_code_offset(token / 4 * 4, within), token % 4, values + d);
+  }
+  for (; d < head_dim; d++) {
     const int64_t chunk = d / kChunk * kChunkSize;
     const int within = static_cast<int>(d % kChunk);
     tile.keys[chunk + group_code_offset(within, token)] = keys[d];

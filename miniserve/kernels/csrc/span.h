@@ -43,18 +43,18 @@ class PlainSpan {
       E* target = queries_[panel] + row * kChunk;
       const int64_t left = head_dim_ - panel * kChunk;
       if (left >= kChunk) {
-        std::copy(query + panel * kChunk, query + (panel + 1) * kChunk, target);
+        std::memcpy(target, query + panel * kChunk, kChunk * sizeof(E));
       } else {
         std::fill(std::copy(query + panel * kChunk, query + head_dim_, target), target + kChunk, E{});
       }
     }
   }
 
-  // scores [16][256] = queries x keys. Meanwhile fetches the values.
-  void score(const Tiles<E>& tiles, int num_rows, float* scores) {
+  // scores [16][256] = queries x keys. Meanwhile fetches the values, if they are new to the thread.
+  void score(const Tiles<E>& tiles, int num_rows, bool are_new, float* scores) {
     for (int t = 0; t < tiles.count; t++) {
       const auto chunk_at = [&](int panel) {
-        fetch_panel(tiles.data[t].values, panel);
+        if (are_new) fetch_panel(tiles.data[t].values, panel);
         return tiles.data[t].keys + panel * kChunkSize;
       };
       multiply(&queries_[0][0], num_rows, panels_, chunk_at, kNoFetch, scores + t * kChunk, kSpan);
@@ -100,18 +100,20 @@ class DigitSpan {
 
   void set_query(int row, const E* query) {
     alignas(64) float whole[kMostHeadDim];
-    for (int64_t d = 0; d < panels_ * kChunk; d++) whole[d] = d < head_dim_ ? to_float(query[d]) : 0.0f;
+    load_row(query, head_dim_, whole);
+    std::fill(whole + head_dim_, whole + panels_ * kChunk, 0.0f);
     queries_.set(row, whole, panels_);
   }
 
-  void score(const Tiles<uint8_t>& tiles, int num_rows, float* scores) {
-    alignas(64) int32_t products[2 * kTileRows * kChunk];
-    for (int t = 0; t < tiles.count; t++) {
+  void score(const Tiles<uint8_t>& tiles, int num_rows, bool are_new, float* scores) {
+    const auto multiply = [&](int t, int32_t* products) {
       const auto chunk_at = [&](int panel) {
-        fetch_panel(tiles.data[t].values, panel, panel + 1 == panels_ ? kScaleBytes : 0);
+        if (are_new) fetch_panel(tiles.data[t].values, panel, panel + 1 == panels_ ? kScaleBytes : 0);
         return tiles.data[t].keys + panel * kChunkSize;
       };
       queries_.multiply(num_rows, panels_, chunk_at, products);
+    };
+    const auto finish = [&](int t, const int32_t* products) {
       const float* key_scales = cache_.scales(tiles.data[t].keys);
       for (int row = 0; row < num_rows; row++) {
         const Vec scale = broadcast(queries_.scale(row));
@@ -121,18 +123,21 @@ class DigitSpan {
       }
       const float* scales = cache_.scales(tiles.data[t].values);
       std::copy(scales, scales + kChunk, value_scales_ + t * kChunk);
-    }
+    };
+    in_turns(tiles.count, multiply, finish);
   }
 
   // A value that the row must not see has the probability 0, and is not finite perhaps.
   void set_probs(int row, float* probs, int num_keys) {
-    for (int key = 0; key < num_keys; key++) probs[key] = probs[key] == 0.0f ? 0.0f : probs[key] * value_scales_[key];
+    for (int key = 0; key < num_keys; key += kLanes) {
+      const Vec p = load(probs + key);
+      store(probs + key, choose(at_least(zeros(), p), zeros(), p * load(value_scales_ + key)));
+    }
     probs_.set(row, probs, num_keys / kChunk);
   }
 
   void add_values(const Tiles<uint8_t>& tiles, const Tiles<uint8_t>& next, int num_rows, float* sums) {
-    alignas(64) int32_t products[2 * kTileRows * kChunk];
-    for (int panel = 0; panel < panels_; panel++) {
+    const auto multiply = [&](int panel, int32_t* products) {
       const auto chunk_at = [&](int t) {
         for (int i = t; i < next.count; i += tiles.count) {
           fetch_panel(next.data[i].keys, panel, panel + 1 == panels_ ? kScaleBytes : 0);
@@ -140,17 +145,31 @@ class DigitSpan {
         return tiles.data[t].values + panel * kChunkSize;
       };
       probs_.multiply(num_rows, tiles.count, chunk_at, products);
+    };
+    const auto finish = [&](int panel, const int32_t* products) {
       for (int row = 0; row < num_rows; row++) {
         const Vec scale = broadcast(probs_.scale(row));
         for (int i = 0; i < kChunk; i += kHalf) {
           store(sums + panel * kRowTileSize + row * kChunk + i, probs_.product(row, products, i) * scale);
         }
       }
-    }
+    };
+    in_turns(panels_, multiply, finish);
   }
 
  private:
   static constexpr int kDigits = 2;
+
+  // Finishes each of `count` products while the next one is computed: what was just stored from a tile is slow to load.
+  template <class Multiply, class Finish>
+  static void in_turns(int count, Multiply multiply, Finish finish) {
+    alignas(64) int32_t products[2][2 * kTileRows * kChunk];
+    for (int i = 0; i < count; i++) {
+      multiply(i, products[i % 2]);
+      if (i > 0) finish(i - 1, products[(i - 1) % 2]);
+    }
+    if (count > 0) finish(count - 1, products[(count - 1) % 2]);
+  }
 
   // Up to 16 rows of `groups` groups of 32 as digits: two digit tiles.
   template <int groups>
@@ -158,11 +177,12 @@ class DigitSpan {
    public:
     void set(int row, float* whole, int num_groups) {
       scales_[row] = make_whole<kDigits>(whole, num_groups * kChunk);
-      std::fill(sums_[row], sums_[row] + kDigits, 0);
+      Vec sums[kDigits] = {zeros(), zeros()};
       int8_t* target = tiles_[row / kRows] + row % kRows * kDigits * kDigitChunk;
       for (int i = 0; i < num_groups; i++) {
-        split_digits<kDigits>(whole + i * kChunk, target + digits_at<kGroupQuads>(i), sums_[row]);
+        split_digits<kDigits>(whole + i * kChunk, target + digits_at<kGroupQuads>(i), sums);
       }
+      for (int digit = 0; digit < kDigits; digit++) sums_[row][digit] = static_cast<int32_t>(sum(sums[digit]));
     }
 
     template <class Codes>

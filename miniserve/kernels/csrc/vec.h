@@ -39,6 +39,7 @@ inline bf16 to_bf16(float x) {
 
 inline void set(float& target, float x) { target = x; }
 inline void set(bf16& target, float x) { target = to_bf16(x); }
+inline void set(int8_t& target, float x) { target = static_cast<int8_t>(x); }
 
 #if defined(__AVX512F__)
 
@@ -61,6 +62,10 @@ inline void store(bf16* p, Vec a, Vec b) {
   const __m512bh rounded = _mm512_cvtne2ps_pbh(b.v, a.v);
   std::memcpy(p, &rounded, sizeof rounded);
 }
+// Whole numbers of a byte.
+inline void store(int8_t* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -76,6 +81,17 @@ inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
   const __m512i bits = _mm512_loadu_si512(p);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+// Sixteen bf16 as the even or odd (`which`) elements of 32; the others are not touched.
+inline void store_to_pairs(bf16* p, int which, const bf16* x) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  _mm512_mask_storeu_epi16(p, 0x55555555u << which, _mm512_sll_epi32(bits, _mm_cvtsi32_si128(16 * which)));
+}
+// The same for bytes as every fourth of 64.
+inline void store_to_quads(uint8_t* p, int which, const uint8_t* x) {
+  const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  _mm512_mask_storeu_epi8(p, 0x1111111111111111u << which, _mm512_sll_epi32(bits, _mm_cvtsi32_si128(8 * which)));
 }
 
 // Sixteen 32-bit integers; their arithmetic is modulo 2^32.
@@ -136,6 +152,12 @@ inline void store(float* p, Vec a) {
 inline void store(bf16* p, Vec a) {
   const __m256i packed = _mm256_packus_epi32(narrow_bf16(a.lo), narrow_bf16(a.hi));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline void store(int8_t* p, Vec a) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  const __m256i shorts = _mm256_permute4x64_epi64(packed, 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
@@ -333,6 +355,12 @@ inline void store(bf16* p, const Vec& a, const Vec& b) {
   store(p, a);
   store(p + kLanes, b);
 }
+inline void store_to_pairs(bf16* p, int which, const bf16* x) {
+  for (int i = 0; i < kLanes; i++) p[2 * i + which] = x[i];
+}
+inline void store_to_quads(uint8_t* p, int which, const uint8_t* x) {
+  for (int i = 0; i < kLanes; i++) p[4 * i + which] = x[i];
+}
 #endif
 
 // Thirty-two elements, of bf16 at once where the processor can.
@@ -349,6 +377,20 @@ inline Vec load_part(const float* p, int64_t count, float fill) {
   float lanes[kLanes];
   for (int i = 0; i < kLanes; i++) lanes[i] = i < count ? p[i] : fill;
   return load(lanes);
+}
+
+// Rows of any size.
+template <class E>
+inline void load_row(const E* p, int64_t size, float* row) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(row + i, load(p + i));
+  for (; i < size; i++) row[i] = to_float(p[i]);
+}
+template <class E>
+inline void store_row(const float* row, int64_t size, E* p) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(p + i, load(row + i));
+  for (; i < size; i++) set(p[i], row[i]);
 }
 
 // Lanes are joined as a tree of fixed shape: each with the one half a vector behind it, and so on with what is left.
