@@ -266,42 +266,62 @@ class UnitAttention {
     const Tiles<C> tiles = tiles_of(item_, span);
     const Tiles<C> next_tiles = next ? tiles_of(*next, next_span) : Tiles<C>{};
     span_.score(tiles, item_.num_rows, are_keys_new_, &scores_[0][0]);
-    for (int row = 0; row < item_.num_rows; row++) softmax(row, span * kSpan, tiles.count * kChunk, part);
+    softmax(span * kSpan, tiles.count * kChunk, part);
     span_.add_values(tiles, next_tiles, item_.num_rows, part.sums);
   }
 
-  // The row's scores_ of keys from `first` on become probabilities, up to a factor that the part knows.
-  void softmax(int row, int64_t first, int num_keys, Part& part) {
-    float* scores = scores_[row];
+  // What a row sees of a span's `num_keys` from `first` on, and the whole vectors around it.
+  struct Seen {
+    int begin, end, from, to;
+  };
+  Seen seen_by(int row, int64_t first, int num_keys) const {
     const int begin = static_cast<int>(std::clamp<int64_t>(begin_[row] - first, 0, num_keys));
     const int end = static_cast<int>(std::clamp<int64_t>(end_[row] - first, 0, num_keys));
-    // Whole vectors around what the row sees.
-    const int from = begin / kLanes * kLanes, to = static_cast<int>(round_up(end, kLanes));
-    if (heads_.soft_cap > 0.0f) cap(scores, from, to);
+    return {begin, end, begin / kLanes * kLanes, static_cast<int>(round_up(end, kLanes))};
+  }
+
+  // The scores_ become probabilities, up to factors that the part knows. All rows' largest first: each takes long to
+  // know, but not all together.
+  void softmax(int64_t first, int num_keys, Part& part) {
     const Vec factor = broadcast((heads_.soft_cap > 0.0f ? 1.0f : heads_.scale) * kLog2E);  // for powers of 2
+    for (int row = 0; row < item_.num_rows; row++) {
+      const Seen seen = seen_by(row, first, num_keys);
+      if (heads_.soft_cap > 0.0f) cap(scores_[row], seen);
+      part.largest[row] = largest_of(scores_[row], seen, factor);
+    }
+    for (int row = 0; row < item_.num_rows; row++) {
+      const Seen seen = seen_by(row, first, num_keys);
+      part.total[row] = exponentiate(scores_[row], seen, factor, part.largest[row]);
+      std::fill(scores_[row], scores_[row] + seen.from, 0.0f);
+      std::fill(scores_[row] + seen.to, scores_[row] + num_keys, 0.0f);
+      span_.set_probs(row, scores_[row], num_keys);
+    }
+  }
+
+  static float largest_of(const float* scores, const Seen& seen, Vec factor) {
     Vec most = broadcast(kLowest);
-    for (int key = from; key < to; key += kLanes) {
-      most = max(most, hide(load(scores + key) * factor, begin - key, end - key, kLowest));
+    for (int key = seen.from; key < seen.to; key += kLanes) {
+      most = max(most, hide(load(scores + key) * factor, seen.begin - key, seen.end - key, kLowest));
     }
-    const float now = largest(most);
+    return largest(most);
+  }
+
+  // Powers of 2 relative to that of `most`; returns their sum.
+  static float exponentiate(float* scores, const Seen& seen, Vec factor, float most) {
     Vec total = zeros();
-    for (int key = from; key < to; key += kLanes) {
-      Vec p = exp2(max(broadcast(kLeast), fma(load(scores + key), factor, broadcast(-now))));
-      p = hide(p, begin - key, end - key, 0.0f);
-      total = total + p;
-      store(scores + key, p);
+    for (int key = seen.from; key < seen.to; key += kLanes) {
+      const Vec p = exp2(max(broadcast(kLeast), fma(load(scores + key), factor, broadcast(-most))));
+      const Vec shown = hide(p, seen.begin - key, seen.end - key, 0.0f);
+      total = total + shown;
+      store(scores + key, shown);
     }
-    std::fill(scores, scores + from, 0.0f);
-    std::fill(scores + to, scores + num_keys, 0.0f);
-    part.largest[row] = now;
-    part.total[row] = sum(total);
-    span_.set_probs(row, scores, num_keys);
+    return sum(total);
   }
 
   // Scores, scaled, towards no more than the cap.
-  void cap(float* scores, int from, int to) const {
+  void cap(float* scores, const Seen& seen) const {
     const Vec most = broadcast(heads_.soft_cap);
-    for (int key = from; key < to; key += kLanes) {
+    for (int key = seen.from; key < seen.to; key += kLanes) {
       store(scores + key, most * tanh(load(scores + key) * broadcast(heads_.scale) / most));
     }
   }

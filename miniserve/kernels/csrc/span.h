@@ -117,8 +117,9 @@ class DigitSpan {
       const float* key_scales = cache_.scales(tiles.data[t].keys);
       for (int row = 0; row < num_rows; row++) {
         const Vec scale = broadcast(queries_.scale(row));
+        float* target = scores + row * kSpan + t * kChunk;
         for (int i = 0; i < kChunk; i += kHalf) {
-          store(scores + row * kSpan + t * kChunk + i, queries_.product(row, products, i) * scale * load(key_scales + i));
+          store(target + i, queries_.product(row, products, i) * scale * load(key_scales + i));
         }
       }
       const float* scales = cache_.scales(tiles.data[t].values);
