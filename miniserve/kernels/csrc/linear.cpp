@@ -274,8 +274,18 @@ void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& d
   });
 }
 
+// Elements `from` [num_k] of one column, into its place in a chunk.
+template <class E>
+void pack_column(const E* from, int num_k, int column, E* chunk) {
+  constexpr int step = sizeof(E) == 2 ? 2 : 1;  // k that lie side by side
+  int k = 0;
+  for (; k + step <= num_k; k += step) std::copy_n(from + k, step, chunk + chunk_offset(chunk, k, column));
+  for (; k < num_k; k++) chunk[chunk_offset(chunk, k, column)] = from[k];
+}
+
 template <class E>
 void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_threads) {
+  constexpr int64_t at_once = 8 * kChunk;  // k of a column before the next one: long reads, and all written lines in L1
   const int64_t num_chunks = round_up(size, kChunk) / kChunk;
   const int64_t num_panels = round_up(columns, kChunk) / kChunk;
   parallel(num_threads, [&](int thread, int threads) {
@@ -284,10 +294,13 @@ void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_thr
       E* target = packed + panel * num_chunks * kChunkSize;
       std::fill(target, target + num_chunks * kChunkSize, E{});
       const int64_t valid = std::min<int64_t>(kChunk, columns - panel * kChunk);
-      for (int64_t column = 0; column < valid; column++) {
-        const E* row = weight + (panel * kChunk + column) * size;
-        for (int64_t k = 0; k < size; k++) {
-          target[k / kChunk * kChunkSize + chunk_offset(target, k % kChunk, static_cast<int>(column))] = row[k];
+      for (int64_t first = 0; first < size; first += at_once) {
+        for (int64_t column = 0; column < valid; column++) {
+          const E* row = weight + (panel * kChunk + column) * size;
+          for (int64_t k = first; k < std::min(first + at_once, size); k += kChunk) {
+            const int num_k = static_cast<int>(std::min<int64_t>(kChunk, size - k));
+            pack_column(row + k, num_k, static_cast<int>(column), target + k * kChunk);
+          }
         }
       }
     }
