@@ -220,7 +220,8 @@ async def _run(server: Server, workload: Workload, words: Words, seed: str) -> t
     ]
     waiting = iter(bodies)
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)  # no bound on connections
+    # No bound on connections, and a new one for each request: llama-server ends those that wait for the next.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
 
         async def stream() -> None:
