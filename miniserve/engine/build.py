@@ -99,7 +99,7 @@ def build_engine(
         chat_template=chat_template,
         priorities=asked.scheduling_policy == "priority",
     )
-    masks = MaskWorker(ahead=resolved.device != "cpu")
+    masks = MaskWorker(num_threads=1, ahead=False) if resolved.device == "cpu" else MaskWorker()
     return EngineParts(
         engine=Engine(scheduler, runner.runner, OutputProcessor(tokenizer), hooks, masks),
         input_processor=input_processor,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -65,28 +65,33 @@ class PendingMasks:
         self._masks: Masks | None = None
 
     def result(self) -> Masks:
-        """Wait for them, each time the same. Those that are not there after `MASK_SECONDS` are given up.
+        """Wait for them, each time the same. One that takes more than `MASK_SECONDS` is given up.
 
         The matcher of one that is given up must not be used again.
         """
         if self._masks is None:
-            self._masks = self._collect() if self._jobs else Masks()
+            self._masks = self._collect()
         return self._masks
 
     def _collect(self) -> Masks:
+        rows: dict[str, Row] = {}
+        errors: dict[str, str] = {}
+        jobs = self._jobs
         if not self._worker.ahead:
-            self._worker.compute(self._jobs)
-        late = wait([job.row for job in self._jobs], timeout=MASK_SECONDS).not_done
-        if late:
-            self._worker.close()
-        rows, errors = {}, {}
-        for job in self._jobs:
-            if job.row in late:
-                errors[job.query.request_id] = _TOO_LONG
-            elif (failure := job.row.exception()) is not None:
-                errors[job.query.request_id] = _told(failure)
-            else:
-                rows[job.query.request_id] = job.row.result()
+            self._worker.compute(jobs)
+        while jobs:
+            left = [job.wait() for job in jobs]
+            for job in jobs:
+                for query, outcome in zip(job.queries, job.outcomes, strict=False):
+                    if isinstance(outcome, BaseException):
+                        errors[query.request_id] = _told(outcome)
+                    else:
+                        rows[query.request_id] = outcome
+            errors.update({queries[0].request_id: _TOO_LONG for queries in left if queries})
+            jobs = [_Job(queries[1:]) for queries in left if len(queries) > 1]
+            if any(left):
+                self._worker.close()
+                self._worker.compute(jobs)
         return Masks(rows, errors)
 
 
@@ -107,14 +112,15 @@ class MaskWorker:
 
     def start(self, queries: Sequence[MaskQuery]) -> PendingMasks:
         """Take in what is asked for; nothing is done where nobody asks."""
-        jobs = [_Job(query) for query in queries]
+        num_jobs = min(len(queries), self._num_threads)
+        jobs = [_Job(queries[first::num_jobs]) for first in range(num_jobs)]
         if self.ahead:
             self.compute(jobs)
         return PendingMasks(self, jobs)
 
     def compute(self, jobs: Sequence[_Job]) -> None:
-        """Begin with these."""
-        while len(self._threads) < min(len(jobs), self._num_threads):
+        """Begin with these, each in a thread."""
+        while len(self._threads) < len(jobs):
             self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True))
             self._threads[-1].start()
         for job in jobs:
@@ -131,12 +137,48 @@ class MaskWorker:
         self._end = weakref.finalize(self, _end, self._threads, self._jobs)
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
-    """A mask to compute, and where it goes."""
+    """Masks that one thread computes, one after the other: to hand over each of them would take as long.
 
-    query: MaskQuery
-    row: Future[Row] = field(default_factory=Future)
+    Attributes:
+        outcomes: of the first queries, until all have theirs.
+    """
+
+    def __init__(self, queries: Sequence[MaskQuery]) -> None:
+        self.queries = queries
+        self.outcomes: list[Row | BaseException] = []
+        self._since = time.monotonic()  # when the mask before was there
+        self._is_given_up = False
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Compute them, in the thread whose job it is."""
+        while (query := self._next()) is not None:
+            try:
+                outcome: Row | BaseException = _mask(query)
+            except BaseException as failure:
+                outcome = failure
+            with self._lock:
+                if not self._is_given_up:
+                    self.outcomes.append(outcome)
+                    self._since = time.monotonic()
+        self._done.set()
+
+    def wait(self) -> Sequence[MaskQuery]:
+        """Until they are there, or one takes too long: that one is returned, and those that were to follow it."""
+        while not self._done.wait(max(0.0, self._since + MASK_SECONDS - time.monotonic())):
+            with self._lock:
+                if time.monotonic() >= self._since + MASK_SECONDS:
+                    self._is_given_up = True
+                    break
+        return self.queries[len(self.outcomes) :]
+
+    def _next(self) -> MaskQuery | None:
+        with self._lock:
+            if self._is_given_up or len(self.outcomes) == len(self.queries):
+                return None
+            return self.queries[len(self.outcomes)]
 
 
 def _end(threads: Sequence[threading.Thread], jobs: SimpleQueue[_Job | None]) -> None:
@@ -150,10 +192,7 @@ def _end(threads: Sequence[threading.Thread], jobs: SimpleQueue[_Job | None]) ->
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     """One thread: job after job."""
     while (job := jobs.get()) is not None:
-        try:
-            job.row.set_result(_mask(job.query))
-        except BaseException as failure:
-            job.row.set_exception(failure)
+        job.run()
 
 
 def _mask(query: MaskQuery) -> Row:

@@ -72,7 +72,7 @@ def test_each_request_gets_its_own() -> None:
 def test_masks_are_computed_ahead_or_when_they_are_asked_for() -> None:
     ahead, later = MaskWorker(), MaskWorker(ahead=False)
     pending = ahead.start([query("a", token_id=5)])
-    assert ids(pending._jobs[0].row.result(60)) == [5]
+    assert not pending._jobs[0].wait() and ids(pending._jobs[0].outcomes[0]) == [5]
     pending = later.start([query("a", token_id=5)])
     assert not later._threads and later._jobs.empty()
     assert ids(pending.result().rows["a"]) == [5] and pending.result() is pending.result()
@@ -120,9 +120,24 @@ def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     worker.close()
 
 
+def test_the_others_of_a_thread_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread computes those that were to follow, and the stuck one leaves them alone when it goes on."""
+    monkeypatch.setattr(masks_module, "MASK_SECONDS", 0.2)
+    worker, release = MaskWorker(num_threads=1, ahead=False), threading.Event()
+    queries = [query("a", token_id=5), query("b", wait_for=release), query("c", token_id=6), query("d", token_id=7)]
+    pending = worker.start(queries)
+    masks = pending.result()
+    assert {request_id: ids(row) for request_id, row in masks.rows.items()} == {"a": [5], "c": [6], "d": [7]}
+    assert set(masks.errors) == {"b"}
+    release.set()
+    assert pending._jobs[0]._done.wait(60)
+    assert len(pending._jobs[0].outcomes) == 1
+    worker.close()
+
+
 def test_closing_ends_the_threads_and_drops_what_waits() -> None:
     worker, release = MaskWorker(num_threads=1), threading.Event()
-    pending = worker.start([query("a", token_id=5, wait_for=release), query("b", token_id=6)])
+    pending = [worker.start([query("a", token_id=5, wait_for=release)]), worker.start([query("b", token_id=6)])]
     [thread] = worker._threads
     while worker._jobs.qsize() > 1:  # until the thread has begun
         time.sleep(0.001)
@@ -130,7 +145,7 @@ def test_closing_ends_the_threads_and_drops_what_waits() -> None:
     release.set()
     thread.join(60)
     assert not thread.is_alive()
-    assert [job.row.done() for job in pending._jobs] == [True, False]
+    assert [len(each._jobs[0].outcomes) for each in pending] == [1, 0]
     assert ids(worker.start([query("c", token_id=7)]).result().rows["c"]) == [7]
     worker.close()
 
