@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -112,7 +113,7 @@ class Engine:
         try:
             logits = self.runner.execute(step)
             masks = pending.result()
-            computed = self.runner.sample(step, logits, masks.rows)
+            computed = _with_forced(step, self.runner.sample(step, logits, masks.rows), masks.forced)
         except Exception:
             logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
             masks = pending.result()
@@ -153,6 +154,18 @@ class Engine:
                 if index not in self._failed_hooks:
                     self._failed_hooks.add(index)
                     logger.exception("%s failed; further failures of it are not logged", type(hook).__name__)
+
+
+def _with_forced(step: SchedulerOutput, computed: RunnerOutput, forced: Mapping[str, tuple[int, ...]]) -> RunnerOutput:
+    """Who was left no choice gets all tokens that have to come: those behind the first need no steps of their own."""
+    if not forced:
+        return computed
+    results = []
+    for item, result in zip(step.scheduled, computed.results, strict=True):
+        tokens = forced.get(item.request_id, ())
+        is_begun = bool(tokens) and result.token_ids == tokens[:1]
+        results.append(replace(result, token_ids=tokens) if is_begun else result)
+    return RunnerOutput(tuple(results))
 
 
 def _with_errors(step: SchedulerOutput, computed: RunnerOutput, errors: Mapping[str, str]) -> RunnerOutput:

@@ -101,6 +101,10 @@ class Matcher:
         token_ids = self._tokenizer.greedy_tokenize(text)
         return token_ids[0] if len(token_ids) == 1 else None
 
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that have to come next, as the tokenizer spells what is forced; empty where there is a choice."""
+        return tuple(self._matcher.compute_ff_tokens())
+
     def fill(self, row: NDArray[np.int32]) -> None:
         """Write the mask of what may come next.
 

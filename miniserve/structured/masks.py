@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -35,12 +35,14 @@ class MaskQuery:
     Attributes:
         also_allowed: tokens that may come although the grammar does not know them.
         only_those: nothing else may come, whatever the grammar says.
+        wants_forced: whether to tell of tokens that have to come.
     """
 
     request_id: str
     matcher: Matcher
     also_allowed: tuple[int, ...] = ()
     only_those: bool = False
+    wants_forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,13 @@ class Masks:
     Attributes:
         rows: by request, int32 [ceil(num_token_ids / 32)]; bit i % 32 of word i // 32 is set if token i is allowed.
         errors: why a request has none.
+        forced: by request, for those who want them and have such: the tokens that have to come, as no choice is left.
+            The mask allows the first.
     """
 
     rows: Mapping[str, Row] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+    forced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class PendingMasks:
@@ -76,6 +81,7 @@ class PendingMasks:
     def _collect(self) -> Masks:
         rows: dict[str, Row] = {}
         errors: dict[str, str] = {}
+        forced: dict[str, tuple[int, ...]] = {}
         jobs = self._jobs
         if not self._worker.ahead:
             self._worker.compute(jobs)
@@ -85,14 +91,16 @@ class PendingMasks:
                 for query, outcome in zip(job.queries, job.outcomes, strict=False):
                     if isinstance(outcome, BaseException):
                         errors[query.request_id] = _told(outcome)
-                    else:
-                        rows[query.request_id] = outcome
+                        continue
+                    rows[query.request_id] = outcome.row
+                    if outcome.forced:
+                        forced[query.request_id] = outcome.forced
             errors.update({queries[0].request_id: _TOO_LONG for queries in left if queries})
             jobs = [_Job(queries[1:]) for queries in left if len(queries) > 1]
             if any(left):
                 self._worker.close()
                 self._worker.compute(jobs)
-        return Masks(rows, errors)
+        return Masks(rows, errors, forced)
 
 
 class MaskWorker:
@@ -137,6 +145,12 @@ class MaskWorker:
         self._end = weakref.finalize(self, _end, self._threads, self._jobs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    row: Row
+    forced: tuple[int, ...] = ()
+
+
 class _Job:
     """Masks that one thread computes, one after the other: to hand over each of them would take as long.
 
@@ -146,7 +160,7 @@ class _Job:
 
     def __init__(self, queries: Sequence[MaskQuery]) -> None:
         self.queries = queries
-        self.outcomes: list[Row | BaseException] = []
+        self.outcomes: list[_Mask | BaseException] = []
         self._since = time.monotonic()  # when the mask before was there
         self._is_given_up = False
         self._lock = threading.Lock()
@@ -156,7 +170,7 @@ class _Job:
         """Compute them, in the thread whose job it is."""
         while (query := self._next()) is not None:
             try:
-                outcome: Row | BaseException = _mask(query)
+                outcome: _Mask | BaseException = _mask(query)
             except BaseException as failure:
                 outcome = failure
             with self._lock:
@@ -195,14 +209,21 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         job.run()
 
 
-def _mask(query: MaskQuery) -> Row:
+def _mask(query: MaskQuery) -> _Mask:
     row = np.zeros(query.matcher.num_words, np.int32)
+    if query.wants_forced and (forced := query.matcher.forced()):
+        _allow(row, forced[:1])
+        return _Mask(row, forced)
     if not query.only_those:
         query.matcher.fill(row)
+    _allow(row, query.also_allowed)
+    return _Mask(row)
+
+
+def _allow(row: Row, token_ids: Iterable[int]) -> None:
     bits = row.view(np.uint32)
-    for token_id in query.also_allowed:
+    for token_id in token_ids:
         bits[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return row
 
 
 def _told(failure: BaseException) -> str:

@@ -98,6 +98,13 @@ class FakeMatcher:
     def complete(self) -> bool:
         return self.following <= {self.end_id}
 
+    def forced(self) -> tuple[int, ...]:
+        """As `Matcher.forced`, up to an end."""
+        ahead = FakeMatcher(self.lines, self.end_id, list(self.taken))
+        while len(ahead.following) == 1 and ahead.following != {self.end_id}:
+            ahead.taken += ahead.following
+        return tuple(ahead.taken[len(self.taken) :])
+
     def fill(self, row: Any) -> None:
         allow(row, self.following)
 
@@ -127,6 +134,7 @@ class FakeMasks:
 
     rows: Mapping[str, Any]
     errors: Mapping[str, str]
+    forced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_taken: int = 0
 
     def result(self) -> FakeMasks:
@@ -135,9 +143,13 @@ class FakeMasks:
 
 
 class FakeMaskWorker:
-    """Fills the masks at once; `failing` names requests whose mask fails. Records who was asked for."""
+    """Fills the masks at once; `failing` names requests whose mask fails. Records who was asked for.
 
-    def __init__(self, failing: Sequence[str] = ()) -> None:
+    `forces`: whether it tells of tokens that have to come.
+    """
+
+    def __init__(self, failing: Sequence[str] = (), *, forces: bool = False) -> None:
+        self.forces = forces
         self.failing = failing
         self.queries: list[list[MaskQuery]] = []
         self.pending: list[FakeMasks] = []
@@ -146,7 +158,8 @@ class FakeMaskWorker:
         self.queries.append(list(queries))
         rows = {query.request_id: _row(query) for query in queries if query.request_id not in self.failing}
         errors = {query.request_id: "too complex" for query in queries if query.request_id in self.failing}
-        self.pending.append(FakeMasks(rows, errors))
+        forced = {query.request_id: query.matcher.forced() for query in queries if query.wants_forced}
+        self.pending.append(FakeMasks(rows, errors, forced if self.forces else {}))
         return self.pending[-1]
 
     def close(self) -> None: ...
@@ -156,7 +169,7 @@ class NoMasks(FakeMaskWorker):
     """Lets every token through."""
 
     def start(self, queries: Sequence[MaskQuery]) -> FakeMasks:
-        return FakeMasks({}, {})
+        return FakeMasks({}, {}, super().start(queries).forced)
 
 
 def _row(query: MaskQuery) -> Any:
@@ -492,6 +505,41 @@ def test_neighbours_are_free() -> None:
     assert {request_id: output.text for request_id, output in outputs.items()} == {"a": "yes", "b": "no.", "c": "."}
     assert isinstance(engine.runner, ScriptedRunner)
     assert [set(masks) for masks in engine.runner.masks] == [{"a"}, {"a"}, {"a"}, set()]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 5, 6, 7, None])
+def test_tokens_that_have_to_come_need_no_steps(max_tokens: int | None) -> None:
+    """ "yes, " and "no, " leave two choices: the first letter, and what follows."""
+    answers = [f"{first}, {rest}" for first in ("yes", "no") for rest in ("I do", "maybe")]
+    outputs, steps = [], []
+    for forces in (False, True):
+        engine = make({"a": encode("yes, maybe")}, masks=FakeMaskWorker(forces=forces))
+        ask(engine, "a", FakeGrammar(*answers), max_tokens=max_tokens)
+        outputs.append(run(engine)["a"])
+        assert isinstance(engine.runner, ScriptedRunner)
+        steps.append(len(engine.runner.masks))
+    one_by_one, together = outputs
+    assert (together.text, together.token_ids) == (one_by_one.text, one_by_one.token_ids)
+    assert (together.finish_reason, together.usage) == (one_by_one.finish_reason, one_by_one.usage)
+    assert steps[0] == len(one_by_one.token_ids)
+    assert max_tokens == 1 or steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("sampling", [{"stop": ("s",)}, {"logprobs": 1}, {"min_tokens": 2}])
+def test_tokens_that_are_looked_at_one_by_one(sampling: dict[str, Any]) -> None:
+    worker = FakeMaskWorker(forces=True)
+    engine = make({}, masks=worker)
+    ask(engine, "a", FakeGrammar("yes"), **sampling)
+    run(engine)
+    assert not any(query.wants_forced for queries in worker.queries for query in queries)
+
+
+def test_another_token_than_the_forced_one() -> None:
+    """Where the runner does not keep to the mask, only what it sampled is taken, and the grammar tells."""
+    engine = make({"a": encode("no")}, masks=NoMasks(forces=True))
+    ask(engine, "a", FakeGrammar("yes"))
+    output = run(engine)["a"]
+    assert output.finish_reason is FinishReason.ERROR and output.usage.completion_tokens == 1
 
 
 def test_aborted_under_a_grammar() -> None:
