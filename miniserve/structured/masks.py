@@ -132,6 +132,7 @@ class MaskWorker:
             self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True))
             self._threads[-1].start()
         for job in jobs:
+            job.begin()
             self._jobs.put(job)
 
     def close(self) -> None:
@@ -161,10 +162,14 @@ class _Job:
     def __init__(self, queries: Sequence[MaskQuery]) -> None:
         self.queries = queries
         self.outcomes: list[_Mask | BaseException] = []
-        self._since = time.monotonic()  # when the mask before was there
+        self._since = 0.0  # when the mask before was there, or the job was begun
         self._is_given_up = False
         self._lock = threading.Lock()
         self._done = threading.Event()
+
+    def begin(self) -> None:
+        """Count the time of the first mask from now on: the model may have run since it was asked for."""
+        self._since = time.monotonic()
 
     def run(self) -> None:
         """Compute them, in the thread whose job it is."""

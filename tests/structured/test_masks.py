@@ -157,6 +157,17 @@ def test_the_others_of_a_thread_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -
     worker.close()
 
 
+def test_the_time_of_the_model_is_not_that_of_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: behind a step of the model that took longer than a mask may, every mask was given up."""
+    monkeypatch.setattr(masks_module, "MASK_SECONDS", 0.5)
+    worker = MaskWorker(num_threads=1, ahead=False)
+    pending = worker.start([query("a", token_id=5)])
+    time.sleep(0.7)
+    masks = pending.result()
+    assert not masks.errors and ids(masks.rows["a"]) == [5]
+    worker.close()
+
+
 def test_closing_ends_the_threads_and_drops_what_waits() -> None:
     worker, release = MaskWorker(num_threads=1), threading.Event()
     pending = [worker.start([query("a", token_id=5, wait_for=release)]), worker.start([query("b", token_id=6)])]
