@@ -206,6 +206,11 @@ class SamplingParams:
         return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
+    def filters(self) -> bool:
+        """Whether tokens are left out that would be drawn too rarely: which, depends on all that may be drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)

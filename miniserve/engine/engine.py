@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from miniserve.core.request import Request
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
 from miniserve.core.scheduler import RequestNews, Scheduler
+from miniserve.engine.constrained import ConstrainedSampling
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor, Processed
 from miniserve.outputs import EngineOutput
@@ -109,22 +109,19 @@ class Engine:
         return outputs
 
     def _compute(self, step: SchedulerOutput) -> RunnerOutput:
-        pending = self.masks.start(self.output_processor.constrained(step))
+        sampling = ConstrainedSampling(self.runner.sample, self.masks, self.output_processor.constrained(step))
         try:
-            logits = self.runner.execute(step)
-            masks = pending.result()
-            computed = _with_forced(step, self.runner.sample(step, logits, masks.rows), masks.forced)
+            return sampling.sample(step, self.runner.execute(step))
         except Exception:
             logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
-            masks = pending.result()
-            computed = RunnerOutput(tuple(self._compute_alone(item, masks.rows) for item in step.scheduled))
-        return _with_errors(step, computed, masks.errors) if masks.errors else computed
+            sampling.wait()
+            return RunnerOutput(tuple(self._compute_alone(item, sampling) for item in step.scheduled))
 
-    def _compute_alone(self, item: ScheduledRequest, masks: Mapping[str, Any]) -> RunnerResult:
+    def _compute_alone(self, item: ScheduledRequest, sampling: ConstrainedSampling) -> RunnerResult:
         """One request in a step of its own: it is the one that fails, or it goes on unharmed."""
         step = SchedulerOutput((item,))
         try:
-            [result] = self.runner.sample(step, self.runner.execute(step), masks).results
+            [result] = sampling.sample(step, self.runner.execute(step)).results
             return result
         except Exception:
             logger.exception("request %s failed, and ends", item.request_id)
@@ -154,26 +151,3 @@ class Engine:
                 if index not in self._failed_hooks:
                     self._failed_hooks.add(index)
                     logger.exception("%s failed; further failures of it are not logged", type(hook).__name__)
-
-
-def _with_forced(step: SchedulerOutput, computed: RunnerOutput, forced: Mapping[str, tuple[int, ...]]) -> RunnerOutput:
-    """Who was left no choice gets all tokens that have to come: those behind the first need no steps of their own."""
-    if not forced:
-        return computed
-    results = []
-    for item, result in zip(step.scheduled, computed.results, strict=True):
-        tokens = forced.get(item.request_id, ())
-        is_begun = bool(tokens) and result.token_ids == tokens[:1]
-        results.append(replace(result, token_ids=tokens) if is_begun else result)
-    return RunnerOutput(tuple(results))
-
-
-def _with_errors(step: SchedulerOutput, computed: RunnerOutput, errors: Mapping[str, str]) -> RunnerOutput:
-    """Who has no mask may not go on with what was sampled without one."""
-    pairs = zip(step.scheduled, computed.results, strict=True)
-    return RunnerOutput(
-        tuple(
-            RunnerResult(error=errors[item.request_id]) if item.request_id in errors else result
-            for item, result in pairs
-        )
-    )

@@ -53,6 +53,8 @@ class OutputText:
         self._stop_matcher = StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
         # Tokens that come together are not looked at one by one.
         self._takes_forced = sampling.logprobs is None and not sampling.stop and sampling.min_tokens == 0
+        # A draw from all tokens is, if allowed, a draw from those allowed; but filters look at all that may be drawn.
+        self._may_try = not sampling.filters
         self._is_plain = self._grammar is None and thinking is None
         self._num_tokens = 0  # up to the end of the reasoning
         self.num_reasoning_tokens = 0
@@ -73,10 +75,16 @@ class OutputText:
         if self._matcher is None or self.is_reasoning:
             return None
         if self._splitter.phase is Phase.START and self._start_tag is not None:
-            return MaskQuery(request_id, self._matcher, self._start_tag.next_ids, only_those=self._has_left)
+            return MaskQuery(
+                request_id,
+                self._matcher,
+                self._start_tag.next_ids,
+                only_those=self._has_left,
+                may_try=self._may_try,
+            )
         breaks = self._breaks_allowed()
         wants_forced = self._takes_forced and self._splitter.phase is Phase.CONTENT and not breaks
-        return MaskQuery(request_id, self._matcher, breaks, wants_forced=wants_forced)
+        return MaskQuery(request_id, self._matcher, breaks, wants_forced=wants_forced, may_try=self._may_try)
 
     def push(
         self, token_ids: Sequence[int], *, may_stop: bool, is_last: bool, is_cut: bool = False

@@ -38,13 +38,21 @@ class StepLogits:
     """What `execute` hands to `sample`.
 
     Attributes:
-        logits: fp32 [num_samples, num_token_ids], of the requests that sample, in the step's order.
-        prompt_logprobs: by place in the step, for each request that wants them; an entry is None where the logits were
-            not finite.
+        request_ids: of the requests that sample, in the step's order.
+        logits: fp32 [num_samples, num_token_ids], theirs.
+        prompt_logprobs: by request, for those that want them; an entry is None where the logits were not finite.
     """
 
+    request_ids: tuple[str, ...]
     logits: Tensor
-    prompt_logprobs: Mapping[int, tuple[TokenLogprobs | None, ...]]
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs | None, ...]]
+
+    def of(self, items: Sequence[ScheduledRequest]) -> Tensor:
+        """fp32 [len(items), num_token_ids]: the logits of these, some or all of those that sample."""
+        if len(items) == len(self.request_ids):
+            return self.logits
+        rows = {request_id: row for row, request_id in enumerate(self.request_ids)}
+        return self.logits[[rows[item.request_id] for item in items]]
 
 
 class ModelRunner:
@@ -100,7 +108,9 @@ class ModelRunner:
         self._clear(step.blocks_to_clear)
         inputs = build_input(step.scheduled, self.block_size, self.device)
         hidden = self._compute(inputs)
-        return StepLogits(self._logits(hidden[inputs.sample_rows]), self._prompt_logprobs(step, inputs, hidden))
+        request_ids = tuple(item.request_id for item in step.scheduled if item.samples)
+        logits = self._logits(hidden[inputs.sample_rows])
+        return StepLogits(request_ids, logits, self._prompt_logprobs(step, inputs, hidden))
 
     @torch.inference_mode()
     def sample(
@@ -112,18 +122,21 @@ class ModelRunner:
         it were not there.
 
         Args:
-            step: the one that was executed, or a part of it.
-            computed: its logits.
+            step: the one that was executed, or a part of it, in its order.
+            computed: what `execute` gave for the whole.
             masks: by request id, what its grammar allows, as in `SampleRow`; who is not there is free.
         """
         items = [item for item in step.scheduled if item.samples]
         rows = [_sample_row(item, masks.get(item.request_id)) for item in items]
-        token_ids = self.sampler.sample(computed.logits, rows) if rows else []
-        logprobs = self._logprobs(items, computed.logits, token_ids)
+        logits = computed.of(items)
+        token_ids = self.sampler.sample(logits, rows) if rows else []
+        logprobs = self._logprobs(items, logits, token_ids)
         sampled = iter([_sampled(token_id, logprobs.get(i), rows[i]) for i, token_id in enumerate(token_ids)])
         results = [next(sampled) if item.samples else RunnerResult() for item in step.scheduled]
-        for index, entries in computed.prompt_logprobs.items():
-            results[index] = _with_prompt_logprobs(results[index], entries)
+        if computed.prompt_logprobs:
+            pairs = zip(step.scheduled, results, strict=True)
+            entries = computed.prompt_logprobs
+            results = [_with_prompt_logprobs(result, entries.get(item.request_id, ())) for item, result in pairs]
         return RunnerOutput(tuple(results))
 
     def _forward(self, inputs: ModelInput) -> Tensor:
@@ -161,10 +174,10 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, inputs: ModelInput, hidden: Tensor
-    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
-        """By place in the step, the logprobs of the prompt tokens that follow those it computes."""
+    ) -> dict[str, tuple[TokenLogprobs | None, ...]]:
+        """By request, the logprobs of the prompt tokens that follow those it computes."""
         wanted = {
-            index: _prompt_queries(item, inputs.first_rows[index])
+            item.request_id: _prompt_queries(item, inputs.first_rows[index])
             for index, item in enumerate(step.scheduled)
             if item.wants_prompt_logprobs
         }
@@ -177,7 +190,7 @@ class ModelRunner:
             part = queries[start : start + _PROMPT_ROWS_PER_SLICE]
             packed.append(pack_logprobs(self._logits(hidden[self._rows(part)]), part, num_top, self.operators))
         entries = iter(unpack_logprobs(torch.cat(packed), queries))
-        return {index: tuple(islice(entries, len(of_request))) for index, of_request in wanted.items()}
+        return {request_id: tuple(islice(entries, len(of_request))) for request_id, of_request in wanted.items()}
 
     def _rows(self, queries: Sequence[LogprobQuery]) -> Tensor:
         return torch.tensor([query.row for query in queries], device=self.device)
@@ -207,6 +220,8 @@ def _sampled(token_id: int | None, logprobs: TokenLogprobs | None, row: SampleRo
 
 
 def _with_prompt_logprobs(result: RunnerResult, entries: Sequence[TokenLogprobs | None]) -> RunnerResult:
+    if not entries:
+        return result
     known = tuple(entry for entry in entries if entry is not None)
     if result.error is not None or len(known) < len(entries):
         return RunnerResult(error=_NOT_FINITE)

@@ -61,6 +61,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._forced = self._find_forced()
 
     @property
     def num_words(self) -> int:
@@ -80,6 +81,7 @@ class Matcher:
         """
         if not self._matcher.consume_tokens(list(token_ids)):
             raise GrammarError(in_words(self._matcher.get_error()))
+        self._forced = self._find_forced()
 
     def try_accept(self, token_id: int) -> bool:
         """Go on by this token if it is allowed here; returns whether it was.
@@ -90,6 +92,7 @@ class Matcher:
         is_allowed = self._matcher.try_consume_tokens([token_id]) == 1
         if self._matcher.is_error():
             raise GrammarError(in_words(self._matcher.get_error()))
+        self._forced = self._find_forced()
         return is_allowed
 
     def accept_text(self, text: str) -> None:
@@ -102,8 +105,13 @@ class Matcher:
         return token_ids[0] if len(token_ids) == 1 else None
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that have to come next, as the tokenizer spells what is forced; empty where there is a choice."""
-        return tuple(self._matcher.compute_ff_tokens())
+        """The tokens that have to come next, as the tokenizer spells what is forced; none where there is a choice."""
+        return self._forced
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask has this token: it takes microseconds, the whole mask a tenth of a millisecond."""
+        forced = self.forced()
+        return token_id == forced[0] if forced else self._matcher.validate_tokens([token_id]) == 1
 
     def fill(self, row: NDArray[np.int32]) -> None:
         """Write the mask of what may come next.
@@ -117,6 +125,10 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
             raise GrammarError(in_words(self._matcher.get_error()))
+
+    def _find_forced(self) -> tuple[int, ...]:
+        """At once, while the memory that it reads is still in the processor's cache: a step later it is not."""
+        return tuple(self._matcher.compute_ff_tokens())
 
 
 class Grammar:

@@ -36,6 +36,7 @@ class MaskQuery:
         also_allowed: tokens that may come although the grammar does not know them.
         only_those: nothing else may come, whatever the grammar says.
         wants_forced: whether to tell of tokens that have to come.
+        may_try: whether a token sampled without the mask is, if the mask allows it, as good as one sampled with it.
     """
 
     request_id: str
@@ -43,6 +44,11 @@ class MaskQuery:
     also_allowed: tuple[int, ...] = ()
     only_those: bool = False
     wants_forced: bool = False
+    may_try: bool = False
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask has this token, without computing it."""
+        return token_id in self.also_allowed or (not self.only_those and self.matcher.allows(token_id))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miniserve.core.schedule import SchedulerOutput
+from miniserve.core.schedule import RunnerOutput, SchedulerOutput
 from miniserve.engine.engine import ENGINE_FAILED, Engine
 from miniserve.engine.output_processor import LEFT_GRAMMAR
 from miniserve.outputs import EngineOutput, FinishReason, OutputFormat, Thinking
@@ -105,6 +105,9 @@ class FakeMatcher:
             ahead.taken += ahead.following
         return tuple(ahead.taken[len(self.taken) :])
 
+    def allows(self, token_id: int) -> bool:
+        return token_id in self.following
+
     def fill(self, row: Any) -> None:
         allow(row, self.following)
 
@@ -145,11 +148,12 @@ class FakeMasks:
 class FakeMaskWorker:
     """Fills the masks at once; `failing` names requests whose mask fails. Records who was asked for.
 
-    `forces`: whether it tells of tokens that have to come.
+    `forces`: whether it tells of tokens that have to come. `ahead`: as that of `MaskWorker`.
     """
 
-    def __init__(self, failing: Sequence[str] = (), *, forces: bool = False) -> None:
+    def __init__(self, failing: Sequence[str] = (), *, forces: bool = False, ahead: bool = True) -> None:
         self.forces = forces
+        self.ahead = ahead
         self.failing = failing
         self.queries: list[list[MaskQuery]] = []
         self.pending: list[FakeMasks] = []
@@ -534,12 +538,62 @@ def test_tokens_that_are_looked_at_one_by_one(sampling: dict[str, Any]) -> None:
     assert not any(query.wants_forced for queries in worker.queries for query in queries)
 
 
-def test_another_token_than_the_forced_one() -> None:
-    """Where the runner does not keep to the mask, only what it sampled is taken, and the grammar tells."""
-    engine = make({"a": encode("no")}, masks=NoMasks(forces=True))
-    ask(engine, "a", FakeGrammar("yes"))
-    output = run(engine)["a"]
-    assert output.finish_reason is FinishReason.ERROR and output.usage.completion_tokens == 1
+def test_a_mask_comes_only_behind_a_token_that_is_refused() -> None:
+    """Of requests that may try; of the others, before the first sample."""
+    worker = FakeMaskWorker(ahead=False)
+    engine = make({"a": encode("yesss"), "b": encode("yesss"), "c": encode("no.")}, masks=worker)
+    grammar = FakeGrammar("yeah", "yesterday")
+    ask(engine, "a", grammar, stop=("!",))  # one by one
+    ask(engine, "b", grammar, stop=("!",), temperature=1.0, top_k=3)
+    ask(engine, "c", None, max_tokens=3)
+    outputs = run(engine)
+    assert [outputs[request_id].text for request_id in "abc"] == ["yesterday", "yesterday", "no."]
+    asked = [[query.request_id for query in queries] for queries in worker.queries]
+    assert asked[:6] == [["b"], ["b"], ["b"], ["b"], ["a"], ["b"]]
+    assert isinstance(engine.runner, ScriptedRunner)
+    assert [set(masks) for masks in engine.runner.masks[:5]] == [{"b"}, {"b"}, {"b"}, {"b"}, {"a", "b"}]
+
+
+LINES = ("yes", "no", "yeah", "<think>hm</think>no", "hm</think>\n\nyes", "<think>hm</think>\nyeah")
+
+
+@pytest.mark.parametrize("thinking", [None, THINK, INSIDE])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"stop": ("a",)}, {"min_tokens": 5}])
+def test_tried_or_masked_the_answer_is_the_same(line: str, thinking: Thinking | None, sampling: dict[str, Any]) -> None:
+    tokens = [*encode(line), EOS]
+    outputs = []
+    for ahead in (True, False):
+        worker = FakeMaskWorker(ahead=ahead, forces=True)
+        output, _ = answer(tokens, FakeGrammar("yes", "yeah"), thinking, masks=worker, **sampling)
+        outputs.append(replace(output, timing=None))
+    masked, tried = outputs
+    assert tried == masked
+
+
+def test_a_step_that_fails_behind_a_refused_token(caplog: pytest.LogCaptureFixture) -> None:
+    """It is repeated with the masks that are there: no matcher is asked again that may have been given up."""
+    worker = FakeMaskWorker(failing=["c"], ahead=False)
+    engine = make({}, masks=worker)
+    for request_id in "abc":
+        ask(engine, request_id, FakeGrammar("yes"), stop=("!",))
+    sample = engine.runner.sample
+    num_calls = 0
+
+    def failing(step: SchedulerOutput, logits: Any, masks: Mapping[str, Any]) -> RunnerOutput:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise RuntimeError("broken")
+        return sample(step, logits, masks)
+
+    engine.runner.sample = failing  # type: ignore[method-assign, assignment]
+    with caplog.at_level(logging.CRITICAL):
+        outputs = {output.request_id: output for output in engine.step()}
+    assert (outputs["a"].token_ids, outputs["b"].token_ids) == ((token("y"),),) * 2
+    assert outputs["c"].error == "too complex"
+    assert [[query.request_id for query in queries] for queries in worker.queries] == [[], ["a", "b", "c"]]
+    assert [output.text for output in run(engine).values()] == ["es", "es"]
 
 
 def test_aborted_under_a_grammar() -> None:
@@ -619,10 +673,11 @@ def test_masks_are_computed_while_the_model_runs() -> None:
 # The real thing
 
 
-def test_bare_json_after_reasoning() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_bare_json_after_reasoning(ahead: bool) -> None:
     compiler = GrammarCompiler(TAGS, num_token_ids=TAGS.num_token_ids, eos_token_ids=frozenset({EOS}))
     grammar = compiler.compile(StructuredOutput.json({"type": "object"}))
-    engine = make({"a": [*encode('<think>hm</think>\n\n{"a": 1}'), EOS]}, masks=MaskWorker())
+    engine = make({"a": [*encode('<think>hm</think>\n\n{"a": 1}'), EOS]}, masks=MaskWorker(ahead=ahead))
     engine.add(make_request("a", output_format=OutputFormat(thinking=THINK, grammar=grammar)))
     output = run(engine)["a"]
     engine.close()
@@ -630,10 +685,11 @@ def test_bare_json_after_reasoning() -> None:
     assert (output.reasoning, output.text, output.finish_reason) == ("hm", '{"a": 1}', FinishReason.STOP)
 
 
-def test_with_real_grammars() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_with_real_grammars(ahead: bool) -> None:
     compiler = GrammarCompiler(TAGS, num_token_ids=TAGS.num_token_ids, eos_token_ids=frozenset({EOS}))
     choice = compiler.compile(StructuredOutput.choice(["yes", "yesterday", "n\u00f6"]))
-    masks = MaskWorker()
+    masks = MaskWorker(ahead=ahead)
     engine = make({"a": [*encode("<think>hm</think>yes"), EOS], "b": encode("n")}, masks=masks)
     for request_id in ("a", "b"):
         engine.add(make_request(request_id, output_format=OutputFormat(thinking=THINK, grammar=choice)))
@@ -668,8 +724,9 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_reasoning_is_what_it_is_without_a_grammar(name: str, compiler: GrammarCompiler) -> None:
+def test_reasoning_is_what_it_is_without_a_grammar(name: str, ahead: bool, compiler: GrammarCompiler) -> None:
     """Bug: behind a line break, or spelled in several tokens, it was taken for the answer, or masked.
 
     In every cut of the tag and what is around it that may get through the mask: where the grammar has no text, the tag
@@ -693,7 +750,7 @@ def test_reasoning_is_what_it_is_without_a_grammar(name: str, compiler: GrammarC
         max_num_batched_tokens=256,
         max_model_len=256,
         tokenizer=PIECES,
-        masks=MaskWorker(),
+        masks=MaskWorker(ahead=ahead),
     )
     for number in range(len(lines)):
         request = make_request(str(number), output_format=OutputFormat(thinking=THINK, grammar=grammar))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, nan
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,16 @@ PROMPT = list(range(1, 11))
 
 
 def item(start: int, end: int, block_ids: list[int], sampling: SamplingParams = GREEDY) -> ScheduledRequest:
-    return ScheduledRequest("r", PROMPT, start, end, block_ids, len(PROMPT), sampling, samples=end == len(PROMPT))
+    name = f"in block {block_ids[0]}"
+    return ScheduledRequest(name, PROMPT, start, end, block_ids, len(PROMPT), sampling, samples=end == len(PROMPT))
+
+
+def sample(
+    runner: ModelRunner, logits: Tensor, *items: ScheduledRequest, masks: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[RunnerResult, ...]:
+    """What the runner makes of logits that are no model's."""
+    request_ids = tuple(item.request_id for item in items if item.samples)
+    return runner.sample(SchedulerOutput(items), StepLogits(request_ids, logits, {}), masks).results
 
 
 def run(runner: ModelRunner, *items: ScheduledRequest) -> RunnerOutput:
@@ -52,6 +62,25 @@ def test_logits_and_tokens_belong_to_the_requests_that_sample() -> None:
     computed = runner.execute(step)
     assert computed.logits.shape == (1, 40) and computed.logits.dtype == torch.float32
     assert runner.sample(step, computed).results == (RunnerResult(), whole, RunnerResult())
+
+
+def test_a_part_of_a_step_is_sampled_as_in_the_whole() -> None:
+    """Each from its own logits, whoever else there was; with its own prompt logprobs."""
+    runner = tiny_runner()
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    drawing = [SamplingParams(seed=number, logprobs=number) for number in range(4)]
+    items = [item(0, 10, [number], sampling) for number, sampling in enumerate(drawing)]
+    items.insert(2, item(0, 4, [9]))
+    whole = sample(runner, logits, *items)
+    computed = StepLogits(tuple(each.request_id for each in items if each.samples), logits, {})
+    for part in ((0,), (3,), (1, 4), (0, 2, 3), (2,)):
+        step = SchedulerOutput(tuple(items[index] for index in part))
+        assert runner.sample(step, computed).results == tuple(whole[index] for index in part)
+    asking = logprob_item(0, 10, [1, 2, 3], prompt_logprobs=1)
+    step = SchedulerOutput((asking, item(0, 10, [4, 5, 6])))
+    computed, both = runner.execute(step), run(runner, *step.scheduled).results
+    for each, expected in zip(step.scheduled, both, strict=True):
+        assert runner.sample(SchedulerOutput((each,)), computed).results == (expected,)
 
 
 def test_warming_up_leaves_no_trace() -> None:
@@ -90,14 +119,14 @@ def test_seeded_noise_counts_output_positions() -> None:
     runner = tiny_runner()
     logits = torch.zeros(1, 40)
 
-    def sample(num_prompt_tokens: int, end: int) -> RunnerOutput:
+    def draw(num_prompt_tokens: int, end: int) -> tuple[RunnerResult, ...]:
         sampling = SamplingParams(seed=1)
         request = ScheduledRequest("r", PROMPT, 0, end, [], num_prompt_tokens, sampling, samples=True)
-        return runner.sample(SchedulerOutput((request,)), StepLogits(logits, {}))
+        return sample(runner, logits, request)
 
-    assert sample(3, 3) == sample(8, 8)
-    assert [sample(3, 3 + n) for n in range(5)] == [sample(5, 5 + n) for n in range(5)]
-    assert len({sample(3, 3 + n) for n in range(5)}) > 1
+    assert draw(3, 3) == draw(8, 8)
+    assert [draw(3, 3 + n) for n in range(5)] == [draw(5, 5 + n) for n in range(5)]
+    assert len({draw(3, 3 + n) for n in range(5)}) > 1
 
 
 # Logprobs
@@ -211,7 +240,7 @@ def test_the_padded_vocabulary_takes_no_probability() -> None:
 
 def sample_row(item: ScheduledRequest, logits: Tensor) -> RunnerResult:
     runner = tiny_runner()
-    [result] = runner.sample(SchedulerOutput((item,)), StepLogits(logits, {})).results
+    [result] = sample(runner, logits, item)
     return result
 
 
@@ -241,7 +270,7 @@ def test_masks_belong_to_requests_by_their_ids() -> None:
         "c": np.array([0b10100, 0], np.int32),
         "gone": np.array([1, 0], np.int32),
     }
-    results = runner.sample(SchedulerOutput(tuple(items)), StepLogits(logits, {}), masks).results
+    results = sample(runner, logits, *items, masks=masks)
     assert [result.token_ids for result in results] == [(32,), (), (4,), (39,)]
     raw = logits[0].double().log_softmax(-1)
     for result in (results[0], results[2], results[3]):
@@ -250,8 +279,9 @@ def test_masks_belong_to_requests_by_their_ids() -> None:
 
 def test_a_mask_that_leaves_nothing_is_an_error() -> None:
     runner = tiny_runner()
-    step = SchedulerOutput((item(0, 10, [1, 2, 3]),))
-    [result] = runner.sample(step, StepLogits(torch.zeros(1, 40), {}), {"r": np.zeros(2, np.int32)}).results
+    request = item(0, 10, [1, 2, 3])
+    masks = {request.request_id: np.zeros(2, np.int32)}
+    [result] = sample(runner, torch.zeros(1, 40), request, masks=masks)
     assert result.error is not None and "grammar allows nothing" in result.error and result.token_ids == ()
 
 
@@ -284,10 +314,9 @@ def test_a_broken_row_fails_alone(broken: list[float], sampling: SamplingParams)
     good = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
     neighbour = SamplingParams(temperature=0.8, top_p=0.9, seed=3, logprobs=2)
     first, last = item(0, 10, [1, 2, 3], neighbour), item(0, 10, [4, 5, 6])
-    alone = runner.sample(SchedulerOutput((first, last)), StepLogits(good, {})).results
+    alone = sample(runner, good, first, last)
     logits = torch.stack((good[0], torch.tensor(broken), good[1]))
-    step = SchedulerOutput((first, item(0, 10, [7, 8, 9], sampling), last))
-    a, failed, b = runner.sample(step, StepLogits(logits, {})).results
+    a, failed, b = sample(runner, logits, first, item(0, 10, [7, 8, 9], sampling), last)
     assert (a, b) == alone
     assert failed == RunnerResult(error="the model's logits are not finite")
 
