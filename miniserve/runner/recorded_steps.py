@@ -81,7 +81,7 @@ class RecordedSteps:
                 num_requests=self._largest.num_requests,
             )
         except CannotRecordError as error:
-            logger.debug("steps are not recorded: %s", error)
+            logger.info("steps are computed without a recording, which is slower: %s", error)
             self._can_record = False
         else:
             self._recorded = _RecordedStep(inputs, recording)

@@ -175,7 +175,11 @@ def test_a_computation_that_fails_leaves_nothing_behind(kernels: NativeKernels) 
     assert torch.equal(record(kernels, lambda: matrix(x), num_tokens=1, num_requests=1).replay(1, 1), x)
 
 
-def test_inputs_are_checked_at_each_replay(kernels: NativeKernels) -> None:
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_inputs_are_checked_at_each_replay(kernels: NativeKernels, threads: int) -> None:
+    """Whoever waits for the thread that finds the fault is told that it is over."""
+    torch.set_num_threads(threads)
     block = Block(kernels, None, 2)
     recording = block.recorded()
     block.token_ids[1] = 30
@@ -217,6 +221,7 @@ def test_replays_use_the_threads_of_their_time(kernels: NativeKernels) -> None:
     block = Block(kernels, None, 5)
     recording = block.recorded()
     expected = block.results(replaying(recording, 5))
-    torch.set_num_threads(1)
-    for actual, wanted in zip(block.results(replaying(recording, 5)), expected, strict=True):
-        assert torch.equal(actual, wanted)
+    for threads in (1, 3, 8):  # also more than there are cores
+        torch.set_num_threads(threads)
+        for actual, wanted in zip(block.results(replaying(recording, 5)), expected, strict=True):
+            assert torch.equal(actual, wanted)

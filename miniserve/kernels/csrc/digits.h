@@ -205,10 +205,10 @@ inline void multiply_digits(const int8_t* left, int rows, int num_chunks, Codes 
   _tile_zero(1);
   for (int i = 0; i < num_chunks; i++) {
     const uint8_t* chunk = codes(i);
-    _tile_loadd(4, left + digits_at<quads>(i), kDigitChunk);
-    _tile_loadd(6, chunk, 64);
+    MINISERVE_TILE_LOAD(4, left + digits_at<quads>(i), kDigitChunk);
+    MINISERVE_TILE_LOAD(6, chunk, 64);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, chunk + quads * 64, 64);
+    MINISERVE_TILE_LOAD(7, chunk + quads * 64, 64);
     _tile_dpbsud(1, 4, 7);
   }
   _tile_stored(0, sums, kChunk * 4);
@@ -229,12 +229,12 @@ inline void multiply_digits_two(const int8_t* left, const int8_t* left2, int num
   _tile_zero(3);
   for (int i = 0; i < num_chunks; i++) {
     const uint8_t* chunk = codes(i);
-    _tile_loadd(4, left + digits_at<quads>(i), kDigitChunk);
-    _tile_loadd(6, chunk, 64);
+    MINISERVE_TILE_LOAD(4, left + digits_at<quads>(i), kDigitChunk);
+    MINISERVE_TILE_LOAD(6, chunk, 64);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, chunk + quads * 64, 64);
+    MINISERVE_TILE_LOAD(7, chunk + quads * 64, 64);
     _tile_dpbsud(1, 4, 7);
-    _tile_loadd(5, left2 + digits_at<quads>(i), kDigitChunk);
+    MINISERVE_TILE_LOAD(5, left2 + digits_at<quads>(i), kDigitChunk);
     _tile_dpbsud(2, 5, 6);
     _tile_dpbsud(3, 5, 7);
   }

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "threads.h"
+
 namespace miniserve {
 namespace {
 
@@ -77,7 +79,9 @@ void replay(int64_t name, const Sizes& sizes, int num_threads) {
                             std::to_string(largest.num_requests) + " requests has no room for " +
                             std::to_string(sizes.num_tokens) + " and " + std::to_string(sizes.num_requests));
   }
-  for (const KeptCall& call : recording->calls) call(sizes, num_threads);
+  Team::run(num_threads, [&] {
+    for (const KeptCall& call : recording->calls) call(sizes, num_threads);
+  });
 }
 
 void forget(int64_t name) {

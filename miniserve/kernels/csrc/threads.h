@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
+#include <optional>
 
 namespace miniserve {
 
@@ -22,14 +24,115 @@ inline Range share(int64_t total, int thread, int num_threads) {
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
+// A moment of a loop that waits.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Threads that stay together from one parallel call to the next: the way into a region of OpenMP and out of it is long
+// beside a small operator. They wait for one another by spinning, as whoever they wait for is about to come.
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {}
+
+  // Calls lead() on this thread. Until it returns, its parallel calls go to the same `num_threads` threads.
+  template <class Lead>
+  static void run(int num_threads, Lead lead) {
+    if (num_threads == 1) return lead();
+    std::optional<Team> team;
+    std::exception_ptr failure;
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp single
+      team.emplace(omp_get_num_threads());
+      own() = &*team;
+      if (omp_get_thread_num() == 0) {
+        failure = team->lead(lead);
+      } else {
+        team->follow(omp_get_thread_num());
+      }
+      own() = nullptr;
+    }
+    if (failure) std::rethrow_exception(failure);
+  }
+
+  // The team that this thread is in, or null.
+  static Team*& own() {
+    static thread_local Team* team = nullptr;
+    return team;
+  }
+
+  // From the thread that leads: body(thread, num_threads) on all of them. It must not throw.
+  template <class Body>
+  void call(Body& body) {
+    body_ = &body;
+    job_ = [](void* data, int thread, int threads) noexcept { (*static_cast<Body*>(data))(thread, threads); };
+    barrier();
+    job_(body_, 0, size_);
+    barrier();
+  }
+
+  void barrier() {
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
+      return;
+    }
+    for (int i = 0; i < kSpins; i++) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      pause();
+    }
+    round_.wait(round, std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr int kSpins = 1 << 17;  // some ms; then whoever it waits for may need this core
+
+  template <class Lead>
+  std::exception_ptr lead(Lead& lead) {
+    std::exception_ptr failure;
+    try {
+      lead();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    job_ = nullptr;
+    barrier();
+    return failure;
+  }
+
+  void follow(int thread) {
+    for (;;) {
+      barrier();
+      if (!job_) return;
+      job_(body_, thread, size_);
+      barrier();
+    }
+  }
+
+  int size_;
+  void (*job_)(void*, int, int) noexcept = nullptr;  // null: it is over
+  void* body_ = nullptr;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
 // Calls body(thread, num_threads) on each of `num_threads` threads at once; inside, `barrier()` waits for all of them.
 template <class Body>
 void parallel(int num_threads, Body body) {
+  if (Team* team = Team::own()) return team->call(body);
 #pragma omp parallel num_threads(num_threads)
   body(omp_get_thread_num(), omp_get_num_threads());
 }
 
 inline void barrier() {
+  if (Team* team = Team::own()) return team->barrier();
 #pragma omp barrier
 }
 

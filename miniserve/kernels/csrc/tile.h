@@ -62,6 +62,13 @@ constexpr bool kHasTiles = false;
 template <>
 inline constexpr bool kHasTiles<bf16> = true;
 
+// gcc 12's own _tile_loadd and _tile_loadconfig do not say what they read: what was written there before may come too late,
+// or never.
+#define MINISERVE_TILE_READ(instruction, tile, from, stride) \
+  asm volatile(instruction " (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
+#define MINISERVE_TILE_LOAD(tile, from, stride) MINISERVE_TILE_READ("tileloadd", tile, from, stride)
+#define MINISERVE_TILE_STREAM(tile, from, stride) MINISERVE_TILE_READ("tileloaddt1", tile, from, stride)
+
 // The processor's tile registers, set up for products of `rows` rows of `bytes` each: 64, or 32 where a product has only
 // 32 k of one byte. Given back at the end of the scope. Must live on the thread that multiplies.
 class TileRegisters {
@@ -85,7 +92,7 @@ class TileRegisters {
       config.bytes_per_row[tile] = static_cast<uint16_t>(is_left ? bytes_ : 64);
       config.rows[tile] = static_cast<uint8_t>(tile < first_right ? rows : bytes_ / 4);
     }
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
 
  private:
@@ -101,11 +108,11 @@ inline void multiply(const bf16* left, int, int num_chunks, Right right, const M
   _tile_zero(1);
   for (int i = 0; i < num_chunks; i++) {
     const bf16* chunk = right(i);
-    _tile_loadd(4, left + i * kRowTileSize, 64);
-    _tile_loadd(6, chunk, 64);
+    MINISERVE_TILE_LOAD(4, left + i * kRowTileSize, 64);
+    MINISERVE_TILE_LOAD(6, chunk, 64);
     meanwhile.half(chunk, 0);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, chunk + kChunkSize / 2, 64);
+    MINISERVE_TILE_LOAD(7, chunk + kChunkSize / 2, 64);
     meanwhile.half(chunk, 1);
     _tile_dpbf16ps(1, 4, 7);
   }
@@ -124,13 +131,13 @@ inline void multiply_two(const bf16* left, const bf16* left2, int num_chunks, Ri
   _tile_zero(3);
   for (int i = 0; i < num_chunks; i++) {
     const bf16* chunk = right(i);
-    _tile_stream_loadd(4, left + i * kRowTileSize, 64);
-    _tile_loadd(6, chunk, 64);
+    MINISERVE_TILE_STREAM(4, left + i * kRowTileSize, 64);
+    MINISERVE_TILE_LOAD(6, chunk, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, chunk + kChunkSize / 2, 64);
+    MINISERVE_TILE_LOAD(7, chunk + kChunkSize / 2, 64);
     meanwhile.half(chunk, 0);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_stream_loadd(5, left2 + i * kRowTileSize, 64);
+    MINISERVE_TILE_STREAM(5, left2 + i * kRowTileSize, 64);
     _tile_dpbf16ps(2, 5, 6);
     meanwhile.half(chunk, 1);
     _tile_dpbf16ps(3, 5, 7);
