@@ -68,13 +68,24 @@ def process_logits(logits: Tensor, rows: Sequence[SampleRow], operators: Samplin
 
 def _change_scores(scores: Tensor, row: SampleRow) -> None:
     """Bans, biases and penalties, to `scores`, fp32 [vocab_size], in place."""
-    if row.banned_ids:
-        scores[_indices(row.banned_ids, scores.device)] = float("-inf")
+    if banned_ids := _banned_ids(row):
+        scores[_indices(banned_ids, scores.device)] = float("-inf")
     if row.sampling.logit_bias:
         biases = torch.tensor(list(row.sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
         scores[_indices(row.sampling.logit_bias, scores.device)] += biases
     if row.sampling.has_penalties:
         _penalise(scores, row)
+
+
+def _banned_ids(row: SampleRow) -> frozenset[int]:
+    """The tokens that must not be chosen; none if the grammar allows no others, as it could not go on."""
+    if row.mask is None or not row.banned_ids:
+        return row.banned_ids
+    allowed = row.mask.view(np.uint32).copy()
+    for token_id in row.banned_ids:
+        if token_id // 32 < len(allowed):
+            allowed[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return row.banned_ids if allowed.any() else frozenset()
 
 
 def _masks(rows: Sequence[SampleRow], logits: Tensor) -> Tensor:
@@ -97,7 +108,9 @@ def _penalise(scores: Tensor, row: SampleRow) -> None:
         # As fp32, the smallest legal penalties would be 0, and 0 times -inf, a banned token, is NaN.
         penalty = max(sampling.repetition_penalty, torch.finfo(scores.dtype).tiny)
         values = scores[seen]
-        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        # Nor may a quotient become infinite, as what is not finite counts as a fault of the model.
+        most = torch.finfo(scores.dtype).max
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp_(max=most)
     if (sampling.frequency_penalty or sampling.presence_penalty) and row.output_ids:
         token_ids, counts = np.unique(row.output_ids, return_counts=True)
         penalties = sampling.frequency_penalty * counts + sampling.presence_penalty

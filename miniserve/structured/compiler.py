@@ -33,7 +33,7 @@ from miniserve.structured.sources import refused, to_grammar
 _MAX_CACHED_GRAMMARS = 64
 _MAX_CACHED_CHARACTERS = 2**20
 _NUM_REHEARSALS = 2
-_MAX_WAIT_SECONDS = 2.0  # for one of them
+_MAX_WAIT_SECONDS = 10.0  # for one of them, which may have to be started first, on cores that are busy
 # What the library does not notice, or not before it is in the middle of an answer.
 _CHECKS = (inexact_number, lossy_multiple, misread_reference, too_many_optional)
 
@@ -191,7 +191,7 @@ class GrammarCompiler:
         weakref.finalize(self, _close, list(self._rehearsals))
 
     def compile(self, asked: StructuredOutput) -> Grammar:
-        """The grammar of an answer. Takes milliseconds, 5 s at worst; the first one a second or two more.
+        """The grammar of an answer. Takes milliseconds, seconds at worst; the first one a second or two more.
 
         Raises:
             InvalidParameterError: it cannot be compiled, takes too much, or cannot be kept to.

@@ -10,7 +10,8 @@ import pytest
 
 from miniserve import LLM, SamplingParams
 from miniserve.engine.output_text import OutputText
-from miniserve.outputs import RequestOutput
+from miniserve.outputs import FinishReason, RequestOutput
+from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.masks import MaskQuery, MaskWorker, PendingMasks
 
 WORD = {"type": "string", "minLength": 1, "maxLength": 12}
@@ -121,3 +122,18 @@ def test_most_tokens_need_no_mask(llm: LLM, name: str, monkeypatch: pytest.Monke
     check_same(tried, masked)
     assert steps == same_steps and num_masked > 0
     assert num_tried == num_masked if name == "filters" else num_tried < 0.6 * num_masked
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2])
+def test_a_grammar_that_needs_a_stop_token(llm: LLM, min_tokens: int) -> None:
+    """Bug: banned before `min_tokens`, it left no choice, and the request failed."""
+    [stop_id] = llm.parts.input_processor.tokenizer.encode("yes", add_special_tokens=False)
+    sampling = SamplingParams(
+        structured_outputs=StructuredOutput.choice(["yes"]),
+        stop_token_ids=(stop_id,),
+        min_tokens=min_tokens,
+        max_tokens=5,
+    )
+    [output] = llm.generate("x", sampling)
+    assert (output.token_ids, output.finish_reason) == ((stop_id,), FinishReason.STOP)
+    assert output.text == ("" if min_tokens == 0 else "yes")

@@ -24,9 +24,11 @@ TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
 def by_the_book(logits: list[float], row: SampleRow) -> list[float]:
     """One token after the other, in double precision."""
     sampling = row.sampling
+    gives_way = row.mask is not None and all(i in row.banned_ids for i in range(VOCAB_SIZE) if is_allowed(row, i))
+    banned_ids = frozenset() if gives_way else row.banned_ids
     scores = []
     for token_id, logit in enumerate(logits):
-        score = -inf if token_id in row.banned_ids else logit
+        score = -inf if token_id in banned_ids else logit
         score += sampling.logit_bias.get(token_id, 0.0)
         if token_id in row.prompt_ids or token_id in row.output_ids:
             score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
@@ -122,14 +124,26 @@ def test_what_a_mask_forbids_is_never_chosen(sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5, "seed": 1}])
 def test_a_mask_that_leaves_nothing_is_no_choice(sampling: dict[str, Any]) -> None:
-    """Token 0 would be an answer that nobody asked for. The neighbours have their choice."""
+    """Token 0 would be an answer that nobody asked for. The neighbours have their choice.
+
+    Bug: so did a stop token, banned before `min_tokens`, where a grammar allows nothing else.
+    """
     params = SamplingParams(**sampling)
     nothing = SampleRow(params, 0, mask=mask_of())
-    banned = SampleRow(params, 0, frozenset({4}), mask=mask_of(4))
+    banned = SampleRow(params, 0, frozenset({4, 70}), mask=mask_of(4))
     fine = SampleRow(params, 0, mask=mask_of(4))
     logits = torch.zeros(5, VOCAB_SIZE)
     logits[4, 4] = -inf
-    assert Sampler(CPU, 0).sample(logits, [nothing, fine, banned, fine, fine]) == [None, 4, None, 4, None]
+    assert Sampler(CPU, 0).sample(logits, [nothing, fine, banned, fine, fine]) == [None, 4, 4, 4, None]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.1}, {"temperature": 2.0, "top_p": 0.9}])
+@pytest.mark.parametrize("mask", [None, mask_of(*range(VOCAB_SIZE))])
+def test_a_penalty_that_leaves_the_range_of_numbers(sampling: dict[str, Any], mask: Any) -> None:
+    """Bug: a logit divided by it was infinite, and with a mask, only then, no choice at all."""
+    params = SamplingParams(repetition_penalty=1e-38, seed=1, **sampling)
+    row = SampleRow(params, 1, prompt_ids=[3], output_ids=[5], mask=mask)
+    assert set(Sampler(CPU, 0).sample(torch.full((20, VOCAB_SIZE), 9.0), [row] * 20)) <= {3, 5}
 
 
 @pytest.mark.parametrize(
