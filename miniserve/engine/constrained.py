@@ -5,7 +5,8 @@ for it: masks are computed beside the model. On a CPU they would take it from th
 likes best are allowed anyway: so it samples first, and only who got a token that is not allowed waits for a mask and
 samples again. This is rejection sampling, and exact: whoever is greedy gets the same token, whoever draws gets each
 with the same probability (with a seed the very same one, as the noise belongs to the tokens). Where top-k, top-p or
-min-p choose among what is allowed, the mask comes first.
+min-p choose among what is allowed, the mask comes first. Where a grammar leaves no choice for some tokens, all of them
+are taken at once, and no mask is needed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class ConstrainedSampling:
     def __init__(self, sample: Sample, masks: MaskWorker, queries: Sequence[MaskQuery]) -> None:
         self._sample = sample
         self._worker = masks
-        self._tried = {} if masks.ahead else {query.request_id: query for query in queries if query.may_try}
+        self._forced = {query.request_id: tokens for query in queries if (tokens := query.forced())}
+        choosing = [query for query in queries if query.request_id not in self._forced]
+        self._tried = {} if masks.ahead else {query.request_id: query for query in choosing if query.may_try}
         self._rows: dict[str, Any] = {}
         self._errors: dict[str, str] = {}
-        self._forced: dict[str, tuple[int, ...]] = {}
-        self._pending = masks.start([query for query in queries if query.request_id not in self._tried])
+        self._pending = masks.start([query for query in choosing if query.request_id not in self._tried])
 
     def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
         """The next tokens. Again after a failure, also with a part of the step: nothing is computed twice.
@@ -59,7 +61,6 @@ class ConstrainedSampling:
         masks = self._pending.result()
         self._rows = {**self._rows, **masks.rows}  # the runner may keep the one it got
         self._errors |= masks.errors
-        self._forced |= masks.forced
 
     def _results(self, step: SchedulerOutput, logits: Any) -> dict[str, RunnerResult]:
         results = self._sample(step, logits, self._rows).results
@@ -68,12 +69,7 @@ class ConstrainedSampling:
     def _is_refused(self, request_id: str, result: RunnerResult) -> bool:
         """Whether it was sampled without its mask, and needs it."""
         query = self._tried.get(request_id)
-        if query is None or not result.token_ids:
-            return False
-        if query.wants_forced and (forced := query.matcher.forced()):
-            self._forced[request_id] = forced
-            return False
-        return not query.allows(result.token_ids[0])
+        return query is not None and bool(result.token_ids) and not query.allows(result.token_ids[0])
 
     def _kept(self, item: ScheduledRequest, result: RunnerResult) -> RunnerResult:
         """Who has no mask may not go on with what was sampled without one; who has no choice needs no sample."""

@@ -35,7 +35,7 @@ class MaskQuery:
     Attributes:
         also_allowed: tokens that may come although the grammar does not know them.
         only_those: nothing else may come, whatever the grammar says.
-        wants_forced: whether to tell of tokens that have to come.
+        wants_forced: whether tokens that have to come may come together.
         may_try: whether a token sampled without the mask is, if the mask allows it, as good as one sampled with it.
     """
 
@@ -45,6 +45,10 @@ class MaskQuery:
     only_those: bool = False
     wants_forced: bool = False
     may_try: bool = False
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that come next whatever is sampled; none where there is a choice, or each is to come alone."""
+        return self.matcher.forced() if self.wants_forced else ()
 
     def allows(self, token_id: int) -> bool:
         """Whether the mask has this token, without computing it."""
@@ -58,13 +62,10 @@ class Masks:
     Attributes:
         rows: by request, int32 [ceil(num_token_ids / 32)]; bit i % 32 of word i // 32 is set if token i is allowed.
         errors: why a request has none.
-        forced: by request, for those who want them and have such: the tokens that have to come, as no choice is left.
-            The mask allows the first.
     """
 
     rows: Mapping[str, Row] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
-    forced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class PendingMasks:
@@ -87,7 +88,6 @@ class PendingMasks:
     def _collect(self) -> Masks:
         rows: dict[str, Row] = {}
         errors: dict[str, str] = {}
-        forced: dict[str, tuple[int, ...]] = {}
         jobs = self._jobs
         if not self._worker.ahead:
             self._worker.compute(jobs)
@@ -97,16 +97,14 @@ class PendingMasks:
                 for query, outcome in zip(job.queries, job.outcomes, strict=False):
                     if isinstance(outcome, BaseException):
                         errors[query.request_id] = _told(outcome)
-                        continue
-                    rows[query.request_id] = outcome.row
-                    if outcome.forced:
-                        forced[query.request_id] = outcome.forced
+                    else:
+                        rows[query.request_id] = outcome
             errors.update({queries[0].request_id: _TOO_LONG for queries in left if queries})
             jobs = [_Job(queries[1:]) for queries in left if len(queries) > 1]
             if any(left):
                 self._worker.close()
                 self._worker.compute(jobs)
-        return Masks(rows, errors, forced)
+        return Masks(rows, errors)
 
 
 class MaskWorker:
@@ -152,12 +150,6 @@ class MaskWorker:
         self._end = weakref.finalize(self, _end, self._threads, self._jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    row: Row
-    forced: tuple[int, ...] = ()
-
-
 class _Job:
     """Masks that one thread computes, one after the other: to hand over each of them would take as long.
 
@@ -167,7 +159,7 @@ class _Job:
 
     def __init__(self, queries: Sequence[MaskQuery]) -> None:
         self.queries = queries
-        self.outcomes: list[_Mask | BaseException] = []
+        self.outcomes: list[Row | BaseException] = []
         self._since = 0.0  # when the mask before was there, or the job was begun
         self._is_given_up = False
         self._lock = threading.Lock()
@@ -181,7 +173,7 @@ class _Job:
         """Compute them, in the thread whose job it is."""
         while (query := self._next()) is not None:
             try:
-                outcome: _Mask | BaseException = _mask(query)
+                outcome: Row | BaseException = _mask(query)
             except BaseException as failure:
                 outcome = failure
             with self._lock:
@@ -220,15 +212,12 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         job.run()
 
 
-def _mask(query: MaskQuery) -> _Mask:
+def _mask(query: MaskQuery) -> Row:
     row = np.zeros(query.matcher.num_words, np.int32)
-    if query.wants_forced and (forced := query.matcher.forced()):
-        _allow(row, forced[:1])
-        return _Mask(row, forced)
     if not query.only_those:
         query.matcher.fill(row)
     _allow(row, query.also_allowed)
-    return _Mask(row)
+    return row
 
 
 def _allow(row: Row, token_ids: Iterable[int]) -> None:

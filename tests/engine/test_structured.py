@@ -62,6 +62,7 @@ class FakeMatcher:
     taken: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     failure: Exception | None = None
+    forces: bool = False  # tells of tokens that have to come
 
     def accept(self, token_ids: Iterable[int]) -> None:
         if self.failure is not None:
@@ -100,6 +101,8 @@ class FakeMatcher:
 
     def forced(self) -> tuple[int, ...]:
         """As `Matcher.forced`, up to an end."""
+        if not self.forces:
+            return ()
         ahead = FakeMatcher(self.lines, self.end_id, list(self.taken))
         while len(ahead.following) == 1 and ahead.following != {self.end_id}:
             ahead.taken += ahead.following
@@ -120,14 +123,15 @@ def allow(row: Any, token_ids: Iterable[int]) -> None:
 class FakeGrammar:
     """Answers that are allowed; remembers its matchers. An answer that ended with <eos> is over."""
 
-    def __init__(self, *answers: str, failure: Exception | None = None) -> None:
+    def __init__(self, *answers: str, failure: Exception | None = None, forces: bool = False) -> None:
         lines = [tuple(encode(answer, TOKENIZER)) for answer in answers]
         self._lines = [*lines, *((*line, EOS) for line in lines)]
         self._failure = failure
+        self._forces = forces
         self.matchers: list[FakeMatcher] = []
 
     def start(self) -> FakeMatcher:
-        self.matchers.append(FakeMatcher(self._lines, failure=self._failure))
+        self.matchers.append(FakeMatcher(self._lines, failure=self._failure, forces=self._forces))
         return self.matchers[-1]
 
 
@@ -137,7 +141,6 @@ class FakeMasks:
 
     rows: Mapping[str, Any]
     errors: Mapping[str, str]
-    forced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_taken: int = 0
 
     def result(self) -> FakeMasks:
@@ -148,11 +151,10 @@ class FakeMasks:
 class FakeMaskWorker:
     """Fills the masks at once; `failing` names requests whose mask fails. Records who was asked for.
 
-    `forces`: whether it tells of tokens that have to come. `ahead`: as that of `MaskWorker`.
+    `ahead`: as that of `MaskWorker`.
     """
 
-    def __init__(self, failing: Sequence[str] = (), *, forces: bool = False, ahead: bool = True) -> None:
-        self.forces = forces
+    def __init__(self, failing: Sequence[str] = (), *, ahead: bool = True) -> None:
         self.ahead = ahead
         self.failing = failing
         self.queries: list[list[MaskQuery]] = []
@@ -162,8 +164,7 @@ class FakeMaskWorker:
         self.queries.append(list(queries))
         rows = {query.request_id: _row(query) for query in queries if query.request_id not in self.failing}
         errors = {query.request_id: "too complex" for query in queries if query.request_id in self.failing}
-        forced = {query.request_id: query.matcher.forced() for query in queries if query.wants_forced}
-        self.pending.append(FakeMasks(rows, errors, forced if self.forces else {}))
+        self.pending.append(FakeMasks(rows, errors))
         return self.pending[-1]
 
     def close(self) -> None: ...
@@ -173,7 +174,7 @@ class NoMasks(FakeMaskWorker):
     """Lets every token through."""
 
     def start(self, queries: Sequence[MaskQuery]) -> FakeMasks:
-        return FakeMasks({}, {}, super().start(queries).forced)
+        return FakeMasks({}, {})
 
 
 def _row(query: MaskQuery) -> Any:
@@ -511,14 +512,15 @@ def test_neighbours_are_free() -> None:
     assert [set(masks) for masks in engine.runner.masks] == [{"a"}, {"a"}, {"a"}, set()]
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 3, 5, 6, 7, None])
-def test_tokens_that_have_to_come_need_no_steps(max_tokens: int | None) -> None:
+def test_tokens_that_have_to_come_need_no_steps(max_tokens: int | None, ahead: bool) -> None:
     """ "yes, " and "no, " leave two choices: the first letter, and what follows."""
     answers = [f"{first}, {rest}" for first in ("yes", "no") for rest in ("I do", "maybe")]
     outputs, steps = [], []
     for forces in (False, True):
-        engine = make({"a": encode("yes, maybe")}, masks=FakeMaskWorker(forces=forces))
-        ask(engine, "a", FakeGrammar(*answers), max_tokens=max_tokens)
+        engine = make({"a": encode("yes, maybe")}, masks=FakeMaskWorker(ahead=ahead))
+        ask(engine, "a", FakeGrammar(*answers, forces=forces), max_tokens=max_tokens)
         outputs.append(run(engine)["a"])
         assert isinstance(engine.runner, ScriptedRunner)
         steps.append(len(engine.runner.masks))
@@ -531,9 +533,9 @@ def test_tokens_that_have_to_come_need_no_steps(max_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("sampling", [{"stop": ("s",)}, {"logprobs": 1}, {"min_tokens": 2}])
 def test_tokens_that_are_looked_at_one_by_one(sampling: dict[str, Any]) -> None:
-    worker = FakeMaskWorker(forces=True)
+    worker = FakeMaskWorker()
     engine = make({}, masks=worker)
-    ask(engine, "a", FakeGrammar("yes"), **sampling)
+    ask(engine, "a", FakeGrammar("yes", forces=True), **sampling)
     run(engine)
     assert not any(query.wants_forced for queries in worker.queries for query in queries)
 
@@ -564,8 +566,8 @@ def test_tried_or_masked_the_answer_is_the_same(line: str, thinking: Thinking | 
     tokens = [*encode(line), EOS]
     outputs = []
     for ahead in (True, False):
-        worker = FakeMaskWorker(ahead=ahead, forces=True)
-        output, _ = answer(tokens, FakeGrammar("yes", "yeah"), thinking, masks=worker, **sampling)
+        worker = FakeMaskWorker(ahead=ahead)
+        output, _ = answer(tokens, FakeGrammar("yes", "yeah", forces=True), thinking, masks=worker, **sampling)
         outputs.append(replace(output, timing=None))
     masked, tried = outputs
     assert tried == masked

@@ -30,15 +30,10 @@ class FakeMatcher:
         token_id: int = 0,
         failure: BaseException | None = None,
         wait_for: threading.Event | None = None,
-        forced_ids: tuple[int, ...] = (),
     ) -> None:
-        self.forced_ids = forced_ids
         self.token_id = token_id
         self.failure = failure
         self.wait_for = wait_for
-
-    def forced(self) -> tuple[int, ...]:
-        return self.forced_ids
 
     def fill(self, row: Any) -> None:
         if self.wait_for is not None:
@@ -92,20 +87,6 @@ def test_nothing_else_may_come() -> None:
     worker = MaskWorker()
     query = MaskQuery("a", FakeMatcher(token_id=31), (32, 95), only_those=True)  # type: ignore[arg-type]
     assert ids(worker.start([query]).result().rows["a"]) == [32, 95]
-    worker.close()
-
-
-def test_tokens_that_have_to_come() -> None:
-    worker = MaskWorker()
-    forced = FakeMatcher(token_id=9, forced_ids=(31, 5, 6))
-    queries = [
-        MaskQuery("a", forced, wants_forced=True),  # type: ignore[arg-type]
-        MaskQuery("b", forced),  # type: ignore[arg-type]
-        MaskQuery("c", FakeMatcher(token_id=7), wants_forced=True),  # type: ignore[arg-type]
-    ]
-    masks = worker.start(queries).result()
-    assert {request_id: ids(row) for request_id, row in masks.rows.items()} == {"a": [31], "b": [9], "c": [7]}
-    assert masks.forced == {"a": (31, 5, 6)}
     worker.close()
 
 

@@ -21,8 +21,11 @@ constexpr float kLowest = -1e30f;  // below any score, yet a difference of two i
 constexpr float kLeast = -100.0f;  // the logarithm of the least probability: small, yet no product with it is denormal
 
 void normalise_head(float* x, int64_t size, const float* norm, float eps) {
-  float squares = 0.0f;
-  for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+  const int64_t in_vectors = size / kLanes * kLanes;
+  Vec lanes = zeros();
+  for (int64_t i = 0; i < in_vectors; i += kLanes) lanes = fma(load(x + i), load(x + i), lanes);
+  float squares = sum(lanes);
+  for (int64_t i = in_vectors; i < size; i++) squares += x[i] * x[i];
   const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
   for (int64_t i = 0; i < size; i++) x[i] = x[i] * inverse * norm[i];
 }
