@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Self
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"\[miniserve\] serving (\S+) on (\S+)")
 START_SECONDS = 120
+LINE_SECONDS = 20
 
 
 class ServerProcess:
@@ -55,6 +57,15 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def wait_for_line(self, part: str, seconds: float = LINE_SECONDS) -> str:
+        """The first line of the log that contains `part`: a line may come after the answer it is about."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if line := next((line for line in self.log if part in line), None):
+                return line
+            time.sleep(0.01)
+        raise AssertionError(f"no line with {part!r} in the log:\n" + "\n".join(self.log[-20:]))
 
     def stop(self, seconds: float = 20) -> int:
         """SIGTERM, and SIGKILL if that does not help; the exit code."""

@@ -121,6 +121,7 @@ def test_promtail_understands_the_server_s_lines(server: ServerProcess, name: st
     with httpx.Client(base_url=server.url) as http:
         http.post("/v1/completions", json={"prompt": "Hi"}).raise_for_status()
         http.post("/v1/completions", json={"prompt": "<<raise 0>>"})
+    server.wait_for_line('"POST /v1/completions HTTP/1.1" 500')  # the last line of that request
     first_line = promtail_stage(name, "multiline")["firstline"]
     level = re.compile(promtail_stage(name, "regex")["expression"])
     entries = [line for line in server.log if re.match(first_line, line)]
@@ -135,8 +136,8 @@ def test_the_second_log_panel_finds_the_access_lines(server: ServerProcess) -> N
     with httpx.Client(base_url=server.url) as http:
         http.post("/v1/completions", json={"prompt": "Hi"}).raise_for_status()
         http.get("/v1/models").raise_for_status()
+    server.wait_for_line("GET /v1/models")
     [panel] = [panel for panel in read_dashboard()["panels"] if panel["title"] == "API calls"]
     contained = panel["targets"][0]["expr"].split("`")[1]
     lines = [line for line in server.log if contained in line]
     assert lines and all("/v1/completions" in line for line in lines)
-    assert any("GET /v1/models" in line for line in server.log)
