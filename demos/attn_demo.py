@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from miniserve import platform
-from miniserve.attention.base import AttentionBackend, LayerKVCache
+from miniserve.attention.base import AttentionBackend, AttentionVariant, LayerKVCache
 from miniserve.attention.batch import AttnMetadata, causal_mask
 from miniserve.attention.native import cannot_serve
 from miniserve.attention.select import select_backend
@@ -36,6 +36,7 @@ from miniserve.sampling_params import SamplingParams
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128  # as in Qwen3-0.6B
 ORACLE = "torch"
 NUM_RUNS = 7
+VARIANT = AttentionVariant(scale=HEAD_DIM**-0.5)
 MAX_SECONDS = 1.0  # for the runs of one backend on one step: a busy machine gets fewer
 MAX_WIDTH = 100
 
@@ -64,7 +65,7 @@ class LayerInput:
 
     def attend(self, backend: AttentionBackend, cache: LayerKVCache) -> Tensor:
         """What the backend says, [num_tokens, num_heads, head_dim]. It writes the same KV to the cache each time."""
-        return backend.plan(self.metadata)(self.query, self.key_value, cache)
+        return backend.plan(self.metadata)(self.query, self.key_value, VARIANT, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ def compare(step: ToyStep, device: torch.device, kernels: NativeKernels | None, 
         if choice.reason is not None:
             results.append(Result(name, skipped=choice.reason))
             continue
-        backend = choice.backend(HEAD_DIM**-0.5, step.now.query.dtype, kernels)
+        backend = choice.backend(step.now.query.dtype, kernels)
         cache = step.cache_of(backend)
         output = step.now.attend(backend, cache)
         expected = output if expected is None else expected
@@ -215,7 +216,7 @@ def _median_seconds(layer_input: LayerInput, backend: AttentionBackend, cache: L
     seconds: list[float] = []
     while len(seconds) < num_runs and sum(seconds) < MAX_SECONDS:
         start = perf_counter()
-        plan(layer_input.query, layer_input.key_value, cache)
+        plan(layer_input.query, layer_input.key_value, VARIANT, cache)
         if layer_input.query.device.type != "cpu":
             torch.accelerator.synchronize()  # a call returns before the device is done
         seconds.append(perf_counter() - start)

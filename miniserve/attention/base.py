@@ -40,16 +40,34 @@ class LayerKVCache:
         return self.key_values.index_select(0, block_ids).flatten(0, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionVariant:
+    """What sets the attention of one layer apart from that of another, or of another model.
+
+    Attributes:
+        scale: of the scores.
+        window: how many tokens a query sees, its own included (Beltagy et al., 2020); None for all.
+        soft_cap: scores become soft_cap x tanh(score / soft_cap) (Gemma 2); 0 for none.
+        sinks: fp32 [num_heads], a score of each head that takes part in the softmax but has no value (gpt-oss).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+
 class AttentionPlan(ABC):
     """Attention of one step, ready to be applied to each layer in turn."""
 
     @abstractmethod
-    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, key_value: Tensor, variant: AttentionVariant, cache: LayerKVCache) -> Tensor:
         """Write `key_value` to `cache` and attend.
 
         Args:
             query: [num_tokens, num_heads, head_dim].
             key_value: [num_tokens, 2 x num_kv_heads, head_dim] of the same new tokens, keys first.
+            variant: the layer's.
             cache: the layer's cache, written in place.
 
         Returns:
@@ -60,20 +78,18 @@ class AttentionPlan(ABC):
 class AttentionBackend(ABC):
     """A way to compute attention over the paged cache.
 
-    Scores are scaled by `scale` (head_dim ** -0.5); `dtype` is that of queries, keys and values; `kernels` are the
-    compiled ones, which only the native backend needs; `cache_dtype`, if not `dtype`, is for backends that can convert.
+    `dtype` is that of queries, keys and values; `kernels` are the compiled ones, which only the native backend needs;
+    `cache_dtype`, if not `dtype`, is for backends that can convert.
     """
 
     name: ClassVar[str]
 
     def __init__(
         self,
-        scale: float,
         dtype: torch.dtype,
         kernels: NativeKernels | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self.scale = scale
         self.dtype = dtype
         self.kernels = kernels
         self.cache_dtype = cache_dtype or dtype

@@ -48,8 +48,9 @@ class AttnMetadata:
         return max(self.seq_lens_host)
 
 
-def causal_mask(query_len: int, seq_len: int, device: torch.device) -> Tensor:
-    """Bool [query_len, seq_len], True where a query may look; the last query sees the whole sequence."""
+def causal_mask(query_len: int, seq_len: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Bool [query_len, seq_len], True where a query may look: at itself and what is before it, within the window."""
     keys = torch.arange(seq_len, device=device)
-    last_visible = torch.arange(seq_len - query_len, seq_len, device=device)
-    return keys[None, :] <= last_visible[:, None]
+    queries = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]  # the last is the sequence's last
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)

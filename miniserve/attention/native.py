@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miniserve.attention.base import AttentionBackend, AttentionPlan, LayerKVCache
+from miniserve.attention.base import AttentionBackend, AttentionPlan, AttentionVariant, LayerKVCache
 from miniserve.attention.batch import AttnMetadata
 from miniserve.kernels.native import CHUNK, MAX_HEAD_DIM, HeadTransform, NativeKernels, PagedStep, cache_shape
 
@@ -23,14 +23,19 @@ class NativePlan(AttentionPlan):
 
     kernels: NativeKernels
     step: PagedStep
-    scale: float
 
-    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, key_value: Tensor, variant: AttentionVariant, cache: LayerKVCache) -> Tensor:
         """See `AttentionPlan`."""
-        return self.attend_projected(torch.cat((query, key_value), dim=1), key_value.shape[1] // 2, _UNCHANGED, cache)
+        heads = torch.cat((query, key_value), dim=1)
+        return self.attend_projected(heads, key_value.shape[1] // 2, _UNCHANGED, variant, cache)
 
     def attend_projected(
-        self, heads: Tensor, num_kv_heads: int, transform: HeadTransform, cache: LayerKVCache
+        self,
+        heads: Tensor,
+        num_kv_heads: int,
+        transform: HeadTransform,
+        variant: AttentionVariant,
+        cache: LayerKVCache,
     ) -> Tensor:
         """Attention from the projection on: norm, rotation, cache and attention in one operator.
 
@@ -38,12 +43,23 @@ class NativePlan(AttentionPlan):
             heads: [num_tokens, q | k | v heads, head_dim]; queries and keys are transformed in place.
             num_kv_heads: how many of them are keys, and how many values.
             transform: norms and rotation.
+            variant: the layer's.
             cache: the layer's cache, written in place.
 
         Returns:
             [num_tokens, num_heads, head_dim].
         """
-        return self.kernels.attend(heads, num_kv_heads, transform, cache.key_values, self.step, scale=self.scale)
+        return self.kernels.attend(
+            heads,
+            num_kv_heads,
+            transform,
+            cache.key_values,
+            self.step,
+            scale=variant.scale,
+            soft_cap=variant.soft_cap,
+            window=variant.window or 0,
+            sinks=variant.sinks,
+        )
 
 
 class NativeBackend(AttentionBackend):
@@ -55,7 +71,7 @@ class NativeBackend(AttentionBackend):
         """Nothing to compute: the operator reads the metadata itself."""
         assert self.kernels is not None, "chosen only where there are kernels"
         step = PagedStep(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        return NativePlan(self.kernels, step, self.scale)
+        return NativePlan(self.kernels, step)
 
     def cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """See `AttentionBackend`."""

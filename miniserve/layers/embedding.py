@@ -31,12 +31,12 @@ class TokenMatrix(nn.Module):
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
         self._native: Matrix | None = None
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: int64 [num_tokens] -> fp32 [num_tokens, hidden_size], a row for each."""
+    def embed(self, token_ids: Tensor, scale: float) -> Tensor:
+        """token_ids: int64 [num_tokens] -> fp32 [num_tokens, hidden_size], a row for each, times `scale`."""
         if self._native is not None:
-            return self._native.rows(token_ids)
+            return self._native.rows(token_ids, scale)
         assert self.weight is not None
-        return F.embedding(token_ids, self.weight).float()
+        return F.embedding(token_ids, self.weight).float().mul_(scale)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: fp32 [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], its normalised self times each row."""

@@ -39,7 +39,7 @@ class Linear(nn.Module):
         """norm(x) W^T + b.
 
         Args:
-            x: [num_tokens, in_features], in the layer's dtype; with `norm`, the fp32 residual stream.
+            x: [num_tokens, in_features], in the layer's dtype, or the fp32 residual stream.
             norm: applied to x before.
 
         Returns:
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         """
         if self._native is not None:
             return self._native(x, None if norm is None else norm.native)
-        return self._product(x if norm is None else norm(x, self.dtype))
+        return self._product(self._normalised(x, norm))
 
     def add_to_(self, residual: Tensor, x: Tensor) -> None:
         """residual += x W^T + b, for residual fp32 [num_tokens, out_features] and x [num_tokens, in_features]."""
@@ -96,6 +96,9 @@ class Linear(nn.Module):
     def _pack_for_onednn(self, weight: Tensor) -> None:
         self._packed = pack_weight(weight)
 
+    def _normalised(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        return x.to(self.dtype) if norm is None else norm(x, self.dtype)
+
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
@@ -118,8 +121,9 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> Tensor:
-    """activation(x W^T + bias) for a packed `weight`; `activation` in oneDNN's names: none, swish (which is silu)."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+    """activation(x W^T + bias) for a packed `weight`; `activation` in oneDNN's names: none, swish (silu), gelu_tanh."""
+    name, _, algorithm = activation.partition("_")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
     return result
 
 

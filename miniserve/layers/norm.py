@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from miniserve.kernels.native import Norm
+from miniserve.kernels.native import NativeKernels, Norm
 
 
 class RMSNorm(nn.Module):
@@ -28,3 +28,11 @@ class RMSNorm(nn.Module):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, norm, norm, value=1 / self.size).rsqrt_()
         return torch.mul(x * scale, self.weight, out=torch.empty_like(x, dtype=dtype))
+
+    def normalise_columns_(self, x: Tensor, first: int, kernels: NativeKernels | None) -> None:
+        """Columns [first, first + size) of x [num_rows, num_columns], in place."""
+        if kernels is not None:
+            kernels.normalise_(x, first, self.native)
+        else:
+            columns = x[:, first : first + self.size]
+            columns.copy_(self(columns, x.dtype))

@@ -6,12 +6,16 @@ its tensors are called. Reading config files and tensors is not done here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miniserve.layers.attention import QKNorm
 from miniserve.models.config import ModelConfig
 from miniserve.models.fields import Fields
+from miniserve.models.layer_types import no_windows
+
+Describe = Callable[[Fields, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,11 @@ class TensorNames:
     top: Mapping[str, tuple[str, ...]]
     ignored: tuple[str, ...] = ()
 
+    def with_layer(self, layer: Mapping[str, tuple[str, ...]], without: Collection[str] = ()) -> TensorNames:
+        """The same with other names for some modules of a layer, and not those that the family does not have."""
+        kept = {module: sources for module, sources in self.layer.items() if module not in without}
+        return replace(self, layer={**kept, **layer})
+
     def sources(self, parameter: str) -> tuple[str, ...]:
         """The tensors that fill a parameter ("layers.0.attn.qkv.weight"), in the order of their rows."""
         module, _, kind = parameter.rpartition(".")
@@ -42,12 +51,12 @@ class TensorNames:
 HF_NAMES = TensorNames(
     layer_prefix="model.layers.",
     layer={
-        "attn_norm": ("input_layernorm",),
+        "attn_branch.norm": ("input_layernorm",),
         "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "attn.q_norm": ("self_attn.q_norm",),
         "attn.k_norm": ("self_attn.k_norm",),
         "attn.o": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
+        "mlp_branch.norm": ("post_attention_layernorm",),
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.down": ("mlp.down_proj",),
     },
@@ -58,23 +67,24 @@ HF_NAMES = TensorNames(
 GGUF_NAMES = TensorNames(
     layer_prefix="blk.",
     layer={
-        "attn_norm": ("attn_norm",),
+        "attn_branch.norm": ("attn_norm",),
         "attn.qkv": ("attn_q", "attn_k", "attn_v"),
         "attn.q_norm": ("attn_q_norm",),
         "attn.k_norm": ("attn_k_norm",),
         "attn.o": ("attn_output",),
-        "mlp_norm": ("ffn_norm",),
+        "mlp_branch.norm": ("ffn_norm",),
         "mlp.gate_up": ("ffn_gate", "ffn_up"),
         "mlp.down": ("ffn_down",),
     },
     top={"embed": ("token_embd",), "norm": ("output_norm",), "head": ("output",)},
-    ignored=("rope_freqs.weight",),  # read as a part of the configuration
+    # Read as a part of the configuration.
+    ignored=("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"),
 )
 
 
-def no_window(fields: Fields, num_layers: int) -> int | None:
-    """A family without sliding-window attention."""
-    return None
+def as_it_is(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """A family whose files say what is said for all families alike."""
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +96,14 @@ class Family:
         gguf_architectures: the same for GGUF's `general.architecture`.
         defaults: config.json fields whose absence does not mean the common default. A null overrides them.
         qkv_bias, o_bias, mlp_bias: fixed, or the config.json field that switches the bias on.
-        qk_norm: RMSNorm over each head of q and k.
-        window: the sliding window that is really used, from config.json's fields and the number of layers.
+        qk_norm: as in `ModelConfig`.
+        partial_rotary: config.json may turn only a part of a head.
+        rope_layer_type: the layer type whose RoPE is the main one, where config.json may have one for each.
+        windows: the sliding window of each layer, from config.json's fields and the number of layers.
+        describe: adds to the configuration what only this family's config.json says; the fields are with its defaults.
+        gguf_keys: GGUF fields that only this family has, which `describe_gguf` reads.
+        describe_gguf: as `describe`, for a GGUF file's fields; windows are those that the file gives, in all layers.
+        hf_norm_offset: what is added to the norms' weights in safetensors.
         hf_names, gguf_names: how the two file formats call the tensors.
         gguf_pairs_adjacent: GGUF files hold the rows of q and k so that a RoPE pair lies side by side.
     """
@@ -99,8 +115,14 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
-    window: Callable[[Fields, int], int | None] = no_window
+    qk_norm: QKNorm = "none"
+    partial_rotary: bool = False
+    rope_layer_type: str | None = None
+    windows: Callable[[Fields, int], tuple[int | None, ...]] = no_windows
+    describe: Describe = as_it_is
+    gguf_keys: frozenset[str] = frozenset()
+    describe_gguf: Describe = as_it_is
+    hf_norm_offset: float = 0.0
     hf_names: TensorNames = HF_NAMES
     gguf_names: TensorNames = GGUF_NAMES
     gguf_pairs_adjacent: bool = False

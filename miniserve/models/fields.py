@@ -52,6 +52,26 @@ class Fields:
         value = self.optional_number(key)
         return self._required(key, default) if value is None else value
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers; empty where the field is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self._wrong(key, value, "a list of numbers")
+        return tuple(Fields(f"{self.source}: {key}", {"an element": item}).number("an element") for item in value)
+
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        """A list of integers that are not negative, or None where the field is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+        ):
+            raise self._wrong(key, value, "a list of integers")
+        return tuple(value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """true or false."""
         value = self.values.get(key)

@@ -5,6 +5,7 @@ Owns llama.cpp's names for what config.json says, and what is refused. Does not 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,12 @@ from torch import Tensor
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
 from miniserve.layers.rotary import rope_frequencies
-from miniserve.models.config import ModelConfig, RopeConfig
+from miniserve.models.config import LayerConfig, ModelConfig, RopeConfig
 from miniserve.models.family import Family
 from miniserve.models.fields import Fields
 from miniserve.models.gguf import GGUFFile, SkippedArray
-from miniserve.models.hf_config import (
-    ParsedConfig,
-    check_rope,
-    check_rope_type,
-    check_shapes,
-    usable_length,
-)
+from miniserve.models.hf_config import ParsedConfig, check_shapes, usable_length
+from miniserve.models.hf_rope import check_rope, check_rope_type
 from miniserve.models.registry import find_gguf_family
 
 # Fields that change the answers and are not implemented, with the one value that leaves them alone.
@@ -46,7 +42,9 @@ _NEUTRAL: dict[str, object] = {
 }
 _ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_ROPE_FACTORS = (_LLAMA3_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 # Every Llama 3.1, 3.2 and 3.3 has these; only the factor differs.
 _LLAMA3_ORIGINAL_CONTEXT = 8192
 
@@ -62,26 +60,28 @@ def parse_gguf_config(file: GGUFFile) -> ParsedConfig:
     architecture = metadata.text("general.architecture")
     family = find_gguf_family(architecture)
     fields = _architecture_fields(metadata, architecture)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family.gguf_keys)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    head_dim = _head_dim(fields, hidden_size // num_heads)
+    head_dim, rotary_dim = _head_dims(fields, hidden_size // num_heads)
     max_positions = fields.integer("context_length")
-    rope = _rope(file, fields, head_dim, max_positions)
-    length, notes = usable_length(max_positions, rope, _window(fields))
+    rope = _rope(file, fields, rotary_dim, max_positions)
+    length, notes = usable_length(max_positions, rope)
+    layer = LayerConfig(rope=rope, window=_window(fields))
     names = {tensor.name for tensor in file.tensors}
-    config = ModelConfig(
+    shared = ModelConfig(
         family=family.name,
         vocab_size=_vocab_size(file),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        attention_scale=head_dim**-0.5,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=length,
-        rope=rope,
+        layers=(layer,) * fields.integer("block_count"),
         tie_word_embeddings="output.weight" not in names,
         qkv_bias=_has_bias(family, names, "attn.qkv"),
         o_bias=_has_bias(family, names, "attn.o"),
@@ -89,6 +89,7 @@ def parse_gguf_config(file: GGUFFile) -> ParsedConfig:
         qk_norm=family.qk_norm,
         eos_token_ids=frozenset().union(*(metadata.token_ids(f"tokenizer.ggml.{key}") for key in _END_TOKENS)),
     )
+    config = family.describe_gguf(fields, shared)
     check_shapes(config, metadata.source)
     return ParsedConfig(family, config, notes)
 
@@ -112,23 +113,20 @@ def _same_in_all_layers(key: str, value: Any, source: str) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, known: frozenset[str]) -> None:
     for key, neutral in _NEUTRAL.items():
         value = fields.values.get(key, neutral)
-        if value != neutral:
+        if value != neutral and key not in known:
             raise UnsupportedModelError(f"{fields.source}.{key} = {value!r} is not supported")
 
 
-def _head_dim(fields: Fields, default: int) -> int:
+def _head_dims(fields: Fields, default: int) -> tuple[int, int]:
+    """Of a head: all dimensions, and those that RoPE turns."""
     rotated = fields.optional_integer("rope.dimension_count")
     head_dim = fields.integer("attention.key_length", rotated or max(default, 1))
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{fields.source}: keys and values of different sizes are not supported")
-    if rotated is not None and rotated != head_dim:
-        raise UnsupportedModelError(
-            f"{fields.source}: RoPE over {rotated} of {head_dim} head dimensions is not supported"
-        )
-    return head_dim
+    return head_dim, rotated or head_dim
 
 
 def _window(fields: Fields) -> int | None:
@@ -150,7 +148,7 @@ def _has_bias(family: Family, names: set[str], module: str) -> bool:
     return any(source in names for source in family.gguf_names.sources(f"layers.0.{module}.bias"))
 
 
-def _rope(file: GGUFFile, fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def _rope(file: GGUFFile, fields: Fields, rotary_dim: int, max_positions: int) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10000.0)
     scaling = fields.text("rope.scaling.type", "none")
     check_rope_type(_ROPE_TYPES.get(scaling, scaling), fields.source)
@@ -163,15 +161,24 @@ def _rope(file: GGUFFile, fields: Fields, head_dim: int, max_positions: int) -> 
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
     )
     check_rope(rope, fields.source)
-    factors = [tensor for tensor in file.tensors if tensor.name == _ROPE_FACTORS]
+    factors = {tensor.name: tensor for tensor in file.tensors if tensor.name in _ROPE_FACTORS}
     if not factors:
         return rope
-    if scaling != "none":
-        raise UnsupportedModelError(f"{file.path}: {_ROPE_FACTORS} on top of {scaling} is not supported")
-    return _llama3(file.read(factors[0]), theta, head_dim, str(file.path))
+    if scaling not in ("none", "longrope"):
+        raise UnsupportedModelError(f"{file.path}: {min(factors)} on top of {scaling} is not supported")
+    read = {name: file.read(tensor).float() for name, tensor in factors.items()}
+    if _LLAMA3_FACTORS in read:
+        return _llama3(read[_LLAMA3_FACTORS], theta, rotary_dim, str(file.path))
+    return replace(
+        rope,
+        type="longrope",
+        short_factor=tuple(read.get(_SHORT_FACTORS, Tensor()).tolist()),
+        long_factor=tuple(read.get(_LONG_FACTORS, Tensor()).tolist()),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+    )
 
 
-def _llama3(factors: Tensor, theta: float, head_dim: int, source: str) -> RopeConfig:
+def _llama3(factors: Tensor, theta: float, rotary_dim: int, source: str) -> RopeConfig:
     """Llama 3.1's scaling, which GGUF files hold as what it divides each frequency by.
 
     The one parameter that differs between such models is the largest of these factors. The rest is verified: a
@@ -183,9 +190,9 @@ def _llama3(factors: Tensor, theta: float, head_dim: int, source: str) -> RopeCo
         factor=float(factors.max()),
         original_max_position_embeddings=_LLAMA3_ORIGINAL_CONTEXT,
     )
-    expected = rope_frequencies(RopeConfig(theta=theta), head_dim) / rope_frequencies(rope, head_dim)
+    expected = rope_frequencies(RopeConfig(theta=theta), rotary_dim) / rope_frequencies(rope, rotary_dim)
     if factors.shape != expected.shape or not torch.allclose(factors.float(), expected, rtol=1e-3):
         raise UnsupportedModelError(
-            f"{source}: tensor {_ROPE_FACTORS} scales RoPE in a way that is not Llama 3.1's, which is not supported"
+            f"{source}: tensor {_LLAMA3_FACTORS} scales RoPE in a way that is not Llama 3.1's, which is not supported"
         )
     return rope

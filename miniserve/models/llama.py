@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from miniserve.models.family import Family
-from miniserve.models.fields import Fields
-
-
-def _window(fields: Fields, num_layers: int) -> int | None:
-    return fields.optional_integer("sliding_window")
-
+from miniserve.models.layer_types import one_window
 
 LLAMA = Family(
     name="llama",
@@ -31,5 +26,5 @@ MISTRAL = Family(
         "sliding_window": 4096,
         "eos_token_id": 2,
     },
-    window=_window,
+    windows=one_window,
 )

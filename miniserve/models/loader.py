@@ -79,6 +79,7 @@ def load_weights(
             for name, target in rows.items():
                 _check_shape(stored[name], target)
         done = 0
+        norm_offset = 0.0 if checkpoint.is_gguf else checkpoint.family.hf_norm_offset
         for module, parameters in groupby(list(targets), key=_module_of):
             may_keep = module in keep_grids and not (module == "embed" and spare_head is not None)
             grid = None
@@ -89,6 +90,8 @@ def load_weights(
                     grid = _grid([stored[name] for name in rows])
                 if grid is None or not is_weight:
                     _fill_rows(rows, stored)
+                if norm_offset and parameter.endswith("norm.weight"):
+                    model.get_parameter(parameter).add_(norm_offset)
                 for _ in rows:
                     done += 1
                     if on_tensor is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miniserve.models.family import Family
-from miniserve.models.qwen2 import QWEN2, upper_layers_window
+from miniserve.models.qwen2 import QWEN2, upper_layers_slide
 
 QWEN3 = Family(
     name="qwen3",
@@ -12,6 +12,6 @@ QWEN3 = Family(
     defaults={**QWEN2.defaults, "head_dim": 128},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    qk_norm=True,
-    window=upper_layers_window,
+    qk_norm="heads",
+    windows=upper_layers_slide,
 )

@@ -8,6 +8,7 @@ fp32, matrices and activations between them are in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,45 +16,67 @@ from torch import Tensor, nn
 from miniserve.attention.base import AttentionPlan, LayerKVCache
 from miniserve.kernels.native import NativeKernels
 from miniserve.kernels.quantised import Grid, Scheme
-from miniserve.layers.attention import Attention
+from miniserve.layers.attention import Attention, AttentionShape
+from miniserve.layers.branch import Branch
 from miniserve.layers.embedding import TokenMatrix
 from miniserve.layers.linear import Linear
 from miniserve.layers.mlp import MLP
 from miniserve.layers.norm import RMSNorm
-from miniserve.layers.rotary import Rope, RotaryEmbedding
-from miniserve.models.config import ModelConfig
+from miniserve.layers.rotary import Rope, RopeConfig, RotaryEmbedding
+from miniserve.models.config import LayerConfig, ModelConfig
 
 
 class Layer(nn.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream and added back to it."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
-        self.attn = Attention(
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, device=device)
+
+        def branch() -> Branch:
+            return Branch(
+                norm() if config.pre_norm else None, norm() if config.post_norm else None, config.residual_scale
+            )
+
+        self.rope: RopeConfig | None = layer.rope
+        self.attn = Attention(config.hidden_size, _attention_shape(config, layer), dtype=dtype, device=device)
+        self.attn_branch = branch()
+        self.mlp = MLP(
             config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=config.mlp_bias,
             dtype=dtype,
             device=device,
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+        self.mlp_branch = branch()
 
-    def forward(self, residual: Tensor, rope: Rope, plan: AttentionPlan, cache: LayerKVCache) -> None:
+    def forward(self, residual: Tensor, rope: Rope | None, plan: AttentionPlan, cache: LayerKVCache) -> None:
         """residual: fp32 [num_tokens, hidden_size], updated in place."""
-        self.attn(residual, self.attn_norm, rope, plan, cache)
-        self.mlp(residual, self.mlp_norm)
+        self.attn(residual, self.attn_branch, rope, plan, cache)
+        self.mlp(residual, self.mlp_branch)
+
+
+def _attention_shape(config: ModelConfig, layer: LayerConfig) -> AttentionShape:
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        qk_norm=config.qk_norm,
+        qk_norm_eps=config.rms_norm_eps,
+        scale=config.attention_scale,
+        window=layer.window,
+        soft_cap=config.attention_soft_cap,
+        sinks=config.sinks,
+    )
 
 
 class Transformer(nn.Module):
     """Embedding, layers, final norm, head. Parameters are unfilled until the loader has run.
 
-    `max_positions` bounds the RoPE table; `dtype` is that of matrices, activations and the KV cache.
+    `max_positions` bounds the RoPE tables; `dtype` is that of matrices, activations and the KV cache.
     """
 
     def __init__(self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,8 +84,9 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = TokenMatrix(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, device=device)
-        self.layers = nn.ModuleList(Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
+        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        self.rotaries = {rope: RotaryEmbedding(rope, config.rotary_dim, max_positions, device=device) for rope in ropes}
+        self.layers = nn.ModuleList(Layer(config, layer, dtype=dtype, device=device) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=device)
         self.head: TokenMatrix | None = None  # None: the embedding matrix serves
         if not config.tie_word_embeddings:
@@ -81,15 +105,22 @@ class Transformer(nn.Module):
         Returns:
             fp32 [num_tokens, hidden_size], before the final norm.
         """
-        residual = self.embed.embed(token_ids)
-        rope = self.rotary(positions)
+        residual = self.embed.embed(token_ids, self.config.embedding_scale)
+        ropes: dict[RopeConfig | None, Rope | None] = {None: None}
+        ropes.update((config, rotary(positions)) for config, rotary in self.rotaries.items())
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer(residual, rope, plan, cache)
+            assert isinstance(layer, Layer)
+            layer(residual, ropes[layer.rope], plan, cache)
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab_size] for the rows of `forward`'s result that need a next token."""
-        return (self.embed if self.head is None else self.head).logits(hidden, self.norm)
+        logits = (self.embed if self.head is None else self.head).logits(hidden, self.norm)
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
+        if self.config.logit_soft_cap:
+            logits.div_(self.config.logit_soft_cap).tanh_().mul_(self.config.logit_soft_cap)
+        return logits
 
     @property
     def bytes_of_step(self) -> int:

@@ -157,7 +157,7 @@ def _backend(
             remedy = _how_to_get_native(resolved, native, no_native)
             raise ConfigError(f"--kv-cache-dtype int8 needs the native attention: {remedy}")
         cache_dtype = torch.int8
-    backend = choice.backend(config.head_dim**-0.5, getattr(torch, resolved.dtype), kernels, cache_dtype)
+    backend = choice.backend(getattr(torch, resolved.dtype), kernels, cache_dtype)
     return backend, choice.reason
 
 

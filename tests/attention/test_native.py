@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from miniserve.attention.base import LayerKVCache
+from miniserve.attention.base import AttentionVariant, LayerKVCache
 from miniserve.attention.native import NativeBackend
 from miniserve.attention.torch_ref import TorchBackend
 from miniserve.kernels.native import NativeKernels
@@ -34,16 +35,18 @@ def native_cache(backend: NativeBackend, step: Step) -> LayerKVCache:
     key_value = torch.cat(
         [torch.cat((k[:n], v[:n]), dim=1) for k, v, n in zip(step.keys, step.values, contexts, strict=True)]
     )
-    backend.plan(before)(key_value.new_zeros(len(key_value), *step.query.shape[1:]), key_value, cache)
+    query = key_value.new_zeros(len(key_value), *step.query.shape[1:])
+    backend.plan(before)(query, key_value, AttentionVariant(scale=1.0), cache)
     return cache
 
 
-def check(kernels: NativeKernels, step: Step) -> None:
-    dtype, scale = step.query.dtype, step.query.shape[-1] ** -0.5
-    backend = NativeBackend(scale, dtype, kernels)
+def check(kernels: NativeKernels, step: Step, **options: Any) -> None:
+    dtype, variant = step.query.dtype, AttentionVariant(scale=step.query.shape[-1] ** -0.5, **options)
+    backend = NativeBackend(dtype, kernels)
     query, key_value = step.query.clone(), step.key_value.clone()
-    output = backend.plan(step.metadata)(query, key_value, native_cache(backend, step))
-    expected: Tensor = TorchBackend(scale, dtype).plan(step.metadata)(step.query, step.key_value, step.fresh_cache())
+    output = backend.plan(step.metadata)(query, key_value, variant, native_cache(backend, step))
+    oracle = TorchBackend(dtype).plan(step.metadata)
+    expected: Tensor = oracle(step.query, step.key_value, variant, step.fresh_cache())
     assert output.dtype == dtype
     torch.testing.assert_close(output, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     assert torch.equal(query, step.query) and torch.equal(key_value, step.key_value)
@@ -65,3 +68,11 @@ def test_heads(native_kernels: NativeKernels, dtype: torch.dtype, num_heads: int
 @pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 128])
 def test_head_dims(native_kernels: NativeKernels, head_dim: int, dtype: torch.dtype) -> None:
     check(native_kernels, make_step(MIXED, head_dim=head_dim, dtype=dtype, block_size=32))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
+def test_variants(native_kernels: NativeKernels, lengths: tuple[tuple[int, int], ...], dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    for options in ({"window": 5}, {"soft_cap": 2.0}, {"sinks": sinks}, {"window": 5, "soft_cap": 2.0, "sinks": sinks}):
+        check(native_kernels, make_step(lengths, block_size=32, dtype=dtype), **options)

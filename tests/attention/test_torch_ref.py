@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from miniserve.attention.base import AttentionVariant
 from miniserve.attention.torch_ref import TorchBackend
 from tests.attention.steps import MIXED, STEPS, Step, make_step
+
+VARIANT = AttentionVariant(scale=0.25)
 
 
 def dot(left: list[float], right: list[float]) -> float:
@@ -44,7 +47,7 @@ def naive(step: Step, scale: float) -> Tensor:
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
 def test_formula(lengths: tuple[tuple[int, int], ...]) -> None:
     step = make_step(lengths)
-    output = TorchBackend(0.25, torch.float32).plan(step.metadata)(step.query, step.key_value, step.cache)
+    output = TorchBackend(torch.float32).plan(step.metadata)(step.query, step.key_value, VARIANT, step.cache)
     assert output.shape == step.query.shape
     torch.testing.assert_close(output.double(), naive(step, 0.25), atol=1e-5, rtol=1e-5)
 
@@ -53,13 +56,15 @@ def test_formula(lengths: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_heads_and_block_sizes(num_heads: int, num_kv_heads: int, block_size: int) -> None:
     step = make_step(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size)
-    output = TorchBackend(0.25, torch.float32).plan(step.metadata)(step.query, step.key_value, step.cache)
+    output = TorchBackend(torch.float32).plan(step.metadata)(step.query, step.key_value, VARIANT, step.cache)
     torch.testing.assert_close(output.double(), naive(step, 0.25), atol=1e-5, rtol=1e-5)
 
 
 def test_bf16_is_rounded_once() -> None:
     """Scores, softmax and sums are fp32: only the output is rounded, by at most half a bf16 step (2 ** -9)."""
     step = make_step(MIXED, dtype=torch.bfloat16, head_dim=64)
-    output = TorchBackend(0.125, torch.bfloat16).plan(step.metadata)(step.query, step.key_value, step.cache)
+    output = TorchBackend(torch.bfloat16).plan(step.metadata)(
+        step.query, step.key_value, AttentionVariant(scale=0.125), step.cache
+    )
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), naive(step, 0.125), atol=1e-5, rtol=2**-8)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from demos import attn_demo
 from demos.attn_demo import DECODE_STEP, MIXED_STEP, SMALL_STEP, Cost, Part, compare, make_step
-from miniserve.attention.base import AttentionBackend, AttentionPlan, LayerKVCache
+from miniserve.attention.base import AttentionBackend, AttentionPlan, AttentionVariant, LayerKVCache
 from miniserve.attention.batch import AttnMetadata, causal_mask
 from miniserve.attention.select import BackendChoice, select_backend
 from miniserve.attention.torch_ref import TorchBackend
@@ -48,7 +48,7 @@ def test_the_step_before_computes_what_is_cached() -> None:
     step = toy_step(SMALL_STEP)
     assert step.before.metadata.seq_lens_host == step.before.metadata.query_lens_host == (10, 6)
     assert step.now.metadata.seq_lens_host == (11, 5, 9)
-    backend = TorchBackend(1.0, torch.float32)
+    backend = TorchBackend(torch.float32)
     cache = step.cache_of(backend)
     written = cache.key_values.flatten(0, 1)[step.before.metadata.slot_mapping]
     assert torch.equal(written, step.before.key_value)
@@ -80,7 +80,7 @@ class Shortened(AttentionPlan):
     def __init__(self, metadata: AttnMetadata) -> None:
         self.metadata = metadata
 
-    def __call__(self, query: Tensor, key_value: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, key_value: Tensor, variant: AttentionVariant, cache: LayerKVCache) -> Tensor:
         value = key_value.chunk(2, dim=1)[1]
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 

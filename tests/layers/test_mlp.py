@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from miniserve.layers.branch import Branch
 from miniserve.layers.linear import can_pack
 from miniserve.layers.mlp import MLP, GateUp
 from miniserve.layers.norm import RMSNorm
 
 
 def test_formula() -> None:
-    mlp = MLP(6, 10, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    mlp = MLP(6, 10, activation="silu", bias=True, dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for parameter in mlp.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -24,7 +25,7 @@ def test_formula() -> None:
     gate = x @ mlp.gate_up.weight[:10].T + mlp.gate_up.bias[:10]
     up = x @ mlp.gate_up.weight[10:].T + mlp.gate_up.bias[10:]
     expected = residual + (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.T + mlp.down.bias
-    mlp(residual, norm)
+    mlp(residual, Branch(norm))
     torch.testing.assert_close(residual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -32,7 +33,7 @@ def test_formula() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 50])
 def test_packed_gate_up_is_plain(num_rows: int, bias: bool) -> None:
-    gate_up = GateUp(64, 96, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"))
+    gate_up = GateUp(64, 96, activation="silu", bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for parameter in gate_up.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)

@@ -13,7 +13,8 @@ from miniserve.attention.base import LayerKVCache
 from miniserve.attention.native import NativeBackend
 from miniserve.attention.sdpa import SdpaBackend
 from miniserve.kernels.native import NativeKernels
-from miniserve.layers.attention import Attention
+from miniserve.layers.attention import Attention, AttentionShape, QKNorm
+from miniserve.layers.branch import Branch
 from miniserve.layers.embedding import TokenMatrix
 from miniserve.layers.linear import Linear
 from miniserve.layers.mlp import MLP
@@ -72,38 +73,41 @@ def test_linear(native_kernels: NativeKernels, dtype: torch.dtype, bias: bool) -
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp(native_kernels: NativeKernels, dtype: torch.dtype, bias: bool) -> None:
-    mlp = MLP(HIDDEN, 56, bias=bias, dtype=dtype, device=CPU)
+    mlp = MLP(HIDDEN, 56, activation="silu", bias=bias, dtype=dtype, device=CPU)
     fill(mlp)
-    norm, expected, residual = random_norm(HIDDEN), hidden(5), hidden(5)
-    mlp(expected, norm)
+    branch, expected, residual = Branch(random_norm(HIDDEN)), hidden(5), hidden(5)
+    mlp(expected, branch)
     mlp.gate_up.pack(native_kernels)
     mlp.down.pack(native_kernels)
-    mlp(residual, norm)
+    mlp(residual, branch)
     assert_close(residual, expected, dtype)
 
 
 @DTYPES
-@pytest.mark.parametrize("qk_norm_eps", [None, 1e-5])
-def test_attention(native_kernels: NativeKernels, dtype: torch.dtype, qk_norm_eps: float | None) -> None:
-    attention = Attention(
-        HIDDEN,
+@pytest.mark.parametrize("qk_norm", ["none", "heads", "projection"])
+def test_attention(native_kernels: NativeKernels, dtype: torch.dtype, qk_norm: QKNorm) -> None:
+    shape = AttentionShape(
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         qkv_bias=True,
         o_bias=False,
-        qk_norm_eps=qk_norm_eps,
-        dtype=dtype,
-        device=CPU,
+        qk_norm=qk_norm,
+        qk_norm_eps=1e-5,
+        scale=0.25,
+        window=None,
+        soft_cap=0.0,
+        sinks=False,
     )
+    attention = Attention(HIDDEN, shape, dtype=dtype, device=CPU)
     fill(attention)
     norm, metadata = random_norm(HIDDEN), make_step([(6, 6), (3, 3)], block_size=32).metadata
     rope = RotaryEmbedding(RopeConfig(), 16, 64, device=CPU)(torch.tensor([*range(6), *range(3)]))
     results = []
-    for backend in (SdpaBackend(0.25, dtype), NativeBackend(0.25, dtype, native_kernels)):
+    for backend in (SdpaBackend(dtype), NativeBackend(dtype, native_kernels)):
         cache = LayerKVCache(torch.zeros(backend.cache_shape(8, 32, 2, 16), dtype=dtype))
         residual = hidden(9)
-        attention(residual, norm, rope, backend.plan(metadata), cache)
+        attention(residual, Branch(norm), rope, backend.plan(metadata), cache)
         results.append(residual)
     assert_close(results[1], results[0], dtype)
 
@@ -113,12 +117,12 @@ def test_token_matrix(native_kernels: NativeKernels, dtype: torch.dtype) -> None
     matrix = TokenMatrix(70, HIDDEN, dtype=dtype, device=CPU)
     fill(matrix)
     ids, norm, x = torch.tensor([0, 69, 33, 0]), random_norm(HIDDEN), hidden(3)
-    rows, logits = matrix.embed(ids), matrix.logits(x, norm)
+    rows, logits = matrix.embed(ids, 3.0), matrix.logits(x, norm)
     matrix.pack(None)
     assert matrix.weight is not None, "rows of it are looked up: without kernels it stays plain"
     matrix.pack(native_kernels)
     assert matrix.weight is None
-    assert torch.equal(matrix.embed(ids), rows)
+    assert torch.equal(matrix.embed(ids, 3.0), rows)
     assert_close(matrix.logits(x, norm), logits, dtype)
     assert matrix.logits(x, norm).dtype == torch.float32
 

@@ -16,6 +16,7 @@ from miniserve.layers.rotary import RopeConfig, rope_frequencies
 from miniserve.models.gguf import GGUFFile
 from miniserve.models.gguf_config import parse_gguf_config
 from miniserve.models.hf_config import ParsedConfig
+from tests.models.ropes import only_rope
 
 SHAPES: dict[str, Any] = {
     "block_count": 2,
@@ -77,8 +78,8 @@ def test_shapes_and_defaults(parse: Parse) -> None:
     assert (config.family, config.vocab_size, config.hidden_size) == ("llama", 96, 32)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)
     assert config.rms_norm_eps == pytest.approx(1e-5)
-    assert config.rope.type == "default"
-    assert config.rope.theta == 10000.0
+    assert only_rope(config).type == "default"
+    assert only_rope(config).theta == 10000.0
     assert config.max_position_embeddings == 128
 
 
@@ -111,7 +112,7 @@ def test_end_tokens_of_sentence_and_of_turn(parse: Parse) -> None:
 
 def test_rope_scaling_keys(parse: Parse) -> None:
     linear = parse({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}).config
-    assert (linear.rope.type, linear.rope.factor) == ("linear", 2.0)
+    assert (only_rope(linear).type, only_rope(linear).factor) == ("linear", 2.0)
     yarn = parse(
         {
             "rope.scaling.type": "yarn",
@@ -120,7 +121,11 @@ def test_rope_scaling_keys(parse: Parse) -> None:
             "rope.freq_base": 1e6,
         }
     ).config
-    assert (yarn.rope.type, yarn.rope.theta, yarn.rope.original_max_position_embeddings) == ("yarn", 1e6, 64)
+    assert (only_rope(yarn).type, only_rope(yarn).theta, only_rope(yarn).original_max_position_embeddings) == (
+        "yarn",
+        1e6,
+        64,
+    )
     assert yarn.max_position_embeddings == 256
 
 
@@ -138,7 +143,7 @@ def test_llama3_scaling_is_recognised_in_its_factors(parse: Parse, factor: float
     frequencies = rope_frequencies(llama3, 64)
     factors = (rope_frequencies(RopeConfig(theta=5e5), 64) / frequencies).numpy()
     fields = {"attention.key_length": 64, "attention.value_length": 64, "rope.freq_base": 5e5}
-    rope = parse(fields, {"rope_freqs.weight": factors}).config.rope
+    rope = only_rope(parse(fields, {"rope_freqs.weight": factors}).config)
     assert rope.type == "llama3"
     assert torch.allclose(rope_frequencies(rope, 64), frequencies, rtol=1e-5)
 

@@ -9,6 +9,7 @@ import pytest
 from miniserve.errors import CheckpointError, UnsupportedModelError
 from miniserve.models.fields import Fields
 from miniserve.models.hf_config import ParsedConfig, parse_config
+from tests.models.ropes import only_rope
 
 LLAMA3 = {
     "factor": 8.0,
@@ -48,25 +49,25 @@ def test_omitted_fields_mean_what_transformers_says(model_type: str, architectur
     assert config.num_kv_heads == expected_kv_heads
     assert config.head_dim == (getattr(reference, "head_dim", None) or 64 // 32)
     assert config.rms_norm_eps == reference.rms_norm_eps
-    assert config.rope.theta == reference.rope_parameters["rope_theta"]
-    assert config.rope.type == reference.rope_parameters["rope_type"] == "default"
+    assert only_rope(config).theta == reference.rope_parameters["rope_theta"]
+    assert only_rope(config).type == reference.rope_parameters["rope_type"] == "default"
     assert config.tie_word_embeddings == reference.tie_word_embeddings
     assert config.max_position_embeddings == min(window, reference.max_position_embeddings)
     assert config.eos_token_ids == (set() if reference.eos_token_id is None else {reference.eos_token_id})
 
 
 def test_biases_and_norms_per_family(tiny: dict[str, Any]) -> None:
-    def switches(architecture: str, **fields: Any) -> tuple[bool, ...]:
+    def switches(architecture: str, **fields: Any) -> tuple[bool | str, ...]:
         config = parse({**tiny, "architectures": [architecture], **fields}).config
         return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
 
-    assert switches("LlamaForCausalLM") == (False, False, False, False)
-    assert switches("LlamaForCausalLM", attention_bias=True) == (True, True, False, False)
-    assert switches("LlamaForCausalLM", mlp_bias=True) == (False, False, True, False)
-    assert switches("MistralForCausalLM", attention_bias=True) == (False, False, False, False)
-    assert switches("Qwen2ForCausalLM") == (True, False, False, False)
-    assert switches("Qwen3ForCausalLM") == (False, False, False, True)
-    assert switches("Qwen3ForCausalLM", attention_bias=True) == (True, True, False, True)
+    assert switches("LlamaForCausalLM") == (False, False, False, "none")
+    assert switches("LlamaForCausalLM", attention_bias=True) == (True, True, False, "none")
+    assert switches("LlamaForCausalLM", mlp_bias=True) == (False, False, True, "none")
+    assert switches("MistralForCausalLM", attention_bias=True) == (False, False, False, "none")
+    assert switches("Qwen2ForCausalLM") == (True, False, False, "none")
+    assert switches("Qwen3ForCausalLM") == (False, False, False, "heads")
+    assert switches("Qwen3ForCausalLM", attention_bias=True) == (True, True, False, "heads")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_biases_and_norms_per_family(tiny: dict[str, Any]) -> None:
 )
 def test_both_spellings_of_rope_give_the_same(tiny: dict[str, Any], spelling: dict[str, Any]) -> None:
     """Bug kind: a reader of one spelling only dropped the scaling of files in the other, and ran unscaled."""
-    rope = parse({**tiny, **spelling}).config.rope
+    rope = only_rope(parse({**tiny, **spelling}).config)
     assert (rope.type, rope.theta, rope.factor) == ("llama3", 5e5, 8.0)
     assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
     assert rope.original_max_position_embeddings == 64
@@ -122,7 +123,7 @@ def test_yarn_reaches_its_scaled_context(tiny: dict[str, Any]) -> None:
 
 
 def test_yarn_without_its_original_context_takes_the_models_own(tiny: dict[str, Any]) -> None:
-    rope = parse({**tiny, "rope_scaling": {"type": "yarn", "factor": 4.0}}).config.rope
+    rope = only_rope(parse({**tiny, "rope_scaling": {"type": "yarn", "factor": 4.0}}).config)
     assert rope.original_max_position_embeddings == 128
 
 

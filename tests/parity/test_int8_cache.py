@@ -39,7 +39,7 @@ def logits(llm: LLM, cache_dtype: torch.dtype, *, chunk: int) -> Tensor:
     runner = llm.parts.engine.runner
     assert isinstance(runner, ModelRunner)
     config = runner.model.config
-    backend = NativeBackend(runner.backend.scale, torch.bfloat16, runner.backend.kernels, cache_dtype)
+    backend = NativeBackend(torch.bfloat16, runner.backend.kernels, cache_dtype)
     token_ids = torch.tensor(llm.parts.input_processor.tokenizer.encode(TEXT, add_special_tokens=True))
     num_blocks = -(-len(token_ids) // 32)
     caches = allocate_kv_cache(config, backend, num_blocks=num_blocks, block_size=32, device=torch.device("cpu"))
