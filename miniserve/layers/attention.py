@@ -36,6 +36,14 @@ class AttentionShape:
     sinks: bool
 
 
+class Sinks(nn.Module):
+    """A learnt score for each head, whose share of the softmax goes to no token."""
+
+    def __init__(self, num_heads: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(num_heads, dtype=torch.float32, device=device)
+
+
 class Attention(nn.Module):
     """Grouped-query attention."""
 
@@ -54,12 +62,12 @@ class Attention(nn.Module):
             q_norm_size, k_norm_size = (self.head_dim, self.head_dim) if self.of_heads else (self.q_size, kv_size)
             self.q_norm = RMSNorm(q_norm_size, eps=shape.qk_norm_eps, device=device)
             self.k_norm = RMSNorm(k_norm_size, eps=shape.qk_norm_eps, device=device)
-        self.sinks = parameter(shape.num_heads, dtype=torch.float32, device=device) if shape.sinks else None
+        self.sinks = Sinks(shape.num_heads, device=device) if shape.sinks else None
         self.variant = AttentionVariant(
             scale=shape.scale,
             window=shape.window,
             soft_cap=shape.soft_cap,
-            sinks=None if self.sinks is None else self.sinks.data,
+            sinks=None if self.sinks is None else self.sinks.weight.data,
         )
 
     def forward(

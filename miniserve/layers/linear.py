@@ -21,9 +21,14 @@ _EXPECTED_ROWS = 16
 
 
 class Linear(nn.Module):
-    """A linear layer without training. `weight` [out_features, in_features] until `pack` replaces it."""
+    """A linear layer without training. `weight` [out_features, in_features] until `pack` replaces it.
+
+    Attributes:
+        may_be_small: whether a scheme may make the weight small: False where it is small and decides much.
+    """
 
     weight: nn.Parameter | None
+    may_be_small = True
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device

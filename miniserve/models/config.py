@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from miniserve.layers.attention import QKNorm
 from miniserve.layers.mlp import Activation
+from miniserve.layers.moe import ExpertsConfig
 from miniserve.layers.rotary import RopeConfig
 
-__all__ = ["LayerConfig", "ModelConfig", "RopeConfig"]
+__all__ = ["ExpertsConfig", "LayerConfig", "ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,12 @@ class LayerConfig:
     Attributes:
         rope: how positions turn its queries and keys; None leaves them as they are (SmolLM3).
         window: how many tokens a query sees, its own included; None for all.
+        sparse: its feed-forward is a mixture of experts.
     """
 
     rope: RopeConfig | None
     window: int | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class ModelConfig:
         embedding_scale, residual_scale, logit_scale: factors on the embedding, on what each block adds to the residual
             stream, and on the logits.
         attention_soft_cap, logit_soft_cap: c in c x tanh(x / c) of scores and of logits; 0 for none.
+        experts: of the sparse layers.
         tie_word_embeddings: the output head is the embedding matrix.
         eos_token_ids: from the model's config and generation config; the tokenizer's is added later.
     """
@@ -75,6 +79,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
 
     @property

@@ -6,6 +6,7 @@ its tensors are called. Reading config files and tensors is not done here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from miniserve.layers.attention import QKNorm
 from miniserve.models.config import ModelConfig
 from miniserve.models.fields import Fields
 from miniserve.models.layer_types import no_windows
+from miniserve.models.stored import StoredTensor
 
 Describe = Callable[[Fields, ModelConfig], ModelConfig]
 
@@ -24,7 +26,8 @@ class TensorNames:
 
     Attributes:
         layer_prefix: what stands before the layer's number.
-        layer: module of a layer -> the file's modules that fill it, in the order of their rows.
+        layer: module of a layer -> the file's modules that fill it, in the order of their rows; * stands for an
+            expert's number.
         top: the same for modules outside of the layers.
         ignored: endings of tensor names that carry nothing the transformer needs.
     """
@@ -45,7 +48,10 @@ class TensorNames:
         if module in self.top:
             return tuple(f"{source}.{kind}" for source in self.top[module])
         _, index, module = module.split(".", 2)
-        return tuple(f"{self.layer_prefix}{index}.{source}.{kind}" for source in self.layer[module])
+        number = re.search(r"(?<=\.experts\.)\d+", module)
+        expert = "" if number is None else number[0]
+        sources = self.layer[module if number is None else module.replace(f".{expert}.", ".*.")]
+        return tuple(f"{self.layer_prefix}{index}.{source.replace('*', expert)}.{kind}" for source in sources)
 
 
 HF_NAMES = TensorNames(
@@ -87,6 +93,11 @@ def as_it_is(fields: Fields, config: ModelConfig) -> ModelConfig:
     return config
 
 
+def as_they_are(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """A family whose tensors are each one of a module."""
+    return stored
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model family.
@@ -103,6 +114,8 @@ class Family:
         describe: adds to the configuration what only this family's config.json says; the fields are with its defaults.
         gguf_keys: GGUF fields that only this family has, which `describe_gguf` reads.
         describe_gguf: as `describe`, for a GGUF file's fields; windows are those that the file gives, in all layers.
+        quant_methods: of a quantization_config in config.json, those whose tensors `unstack` understands.
+        unstack: from the tensors in the safetensors files to those that `hf_names` tells of.
         hf_norm_offset: what is added to the norms' weights in safetensors.
         hf_names, gguf_names: how the two file formats call the tensors.
         gguf_pairs_adjacent: GGUF files hold the rows of q and k so that a RoPE pair lies side by side.
@@ -122,15 +135,17 @@ class Family:
     describe: Describe = as_it_is
     gguf_keys: frozenset[str] = frozenset()
     describe_gguf: Describe = as_it_is
+    quant_methods: frozenset[str] = frozenset()
+    unstack: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] = as_they_are
     hf_norm_offset: float = 0.0
     hf_names: TensorNames = HF_NAMES
     gguf_names: TensorNames = GGUF_NAMES
     gguf_pairs_adjacent: bool = False
 
 
-def row_sizes(parameter: str, config: ModelConfig) -> list[int]:
-    """How many rows each source of a fused parameter fills, in the order of `TensorNames`."""
+def row_sizes(parameter: str, num_rows: int, config: ModelConfig) -> list[int]:
+    """How many of its rows each source of a fused parameter fills, in the order of `TensorNames`."""
     if ".attn.qkv." in parameter:
         return [config.q_size, config.kv_size, config.kv_size]
-    assert ".mlp.gate_up." in parameter, f"{parameter} is not fused"
-    return [config.intermediate_size, config.intermediate_size]
+    assert ".gate_up." in parameter, f"{parameter} is not fused"
+    return [num_rows // 2, num_rows // 2]

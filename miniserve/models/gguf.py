@@ -70,6 +70,7 @@ QUANT_TYPES = {
         QuantType(12, "Q4_K", 256, 144),
         QuantType(13, "Q5_K", 256, 176),
         QuantType(14, "Q6_K", 256, 210),
+        QuantType(39, "MXFP4", 32, 17),
     )
 }
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,6 +92,22 @@ class GGUFTensor:
     quant: QuantType
     offset: int
     num_bytes: int
+
+    def parts(self) -> tuple[GGUFTensor, ...]:
+        """What lies at each index of the first dimension; "name.weight" has "name.0.weight" and so on."""
+        count = self.shape[0]
+        name, _, kind = self.name.rpartition(".")
+        size = self.num_bytes // count
+        return tuple(
+            replace(
+                self,
+                name=f"{name}.{index}.{kind}",
+                shape=self.shape[1:],
+                offset=self.offset + index * size,
+                num_bytes=size,
+            )
+            for index in range(count)
+        )
 
 
 class GGUFFile:

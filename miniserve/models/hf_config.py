@@ -40,7 +40,7 @@ def parse_config(config: Fields, generation: Fields) -> ParsedConfig:
         raise CheckpointError(f"{config.source}: architectures is missing")
     family = find_family(architectures)
     fields = Fields(config.source, {**family.defaults, **config.values})
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family.quant_methods)
     max_positions = fields.integer("max_position_embeddings")
     rope = parse_rope(fields, max_positions, layer_type=family.rope_layer_type)
     length, notes = usable_length(max_positions, rope)
@@ -104,11 +104,13 @@ def check_shapes(config: ModelConfig, source: str) -> None:
         raise CheckpointError(f"{source}: the RMSNorm epsilon must be above 0, got {config.rms_norm_eps}")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, known_methods: frozenset[str]) -> None:
     for key in ("quantization_config", "compression_config"):
         section = fields.section(key)
         if section is not None:
             method = section.text("quant_method", "of an unnamed method")
+            if method in known_methods:
+                continue
             raise UnsupportedModelError(
                 f"{fields.source}: quantized weights ({method}) are not supported; "
                 "use the original checkpoint or a GGUF file"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
-from miniserve.models.config import ModelConfig, RopeConfig
+from miniserve.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from miniserve.models.fields import Fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # in config.json's layer_types
@@ -58,3 +58,11 @@ def with_local_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
     """Layers that slide turn by a RoPE of their own."""
     layers = (layer if layer.window is None else replace(layer, rope=rope) for layer in config.layers)
     return replace(config, layers=tuple(layers))
+
+
+def check_experts(experts: ExpertsConfig, source: str) -> None:
+    """Raise CheckpointError if a token is to pass through more experts than there are."""
+    if experts.num_active > experts.num_experts:
+        raise CheckpointError(
+            f"{source}: a token cannot pass through {experts.num_active} of {experts.num_experts} experts"
+        )

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
 from miniserve.kernels.quantised import Grid, joined
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.family import TensorNames, row_sizes
-from miniserve.models.gguf import GGUFFile, GGUFTensor
+from miniserve.models.stored import StoredTensor, gguf_tensors, safetensors
 
 # safetensors' names of the dtypes that hold plain weights.
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -31,22 +27,6 @@ _MAX_LISTED = 3
 
 
 OnModule = Callable[[str, Grid | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint that is not read yet.
-
-    Attributes:
-        read: its values.
-        read_grid: a matrix as the whole numbers that it is stored as; None where it is stored in another way.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    file: Path
-    read: Callable[[], Tensor]
-    read_grid: Callable[[], Grid | None] = lambda: None
 
 
 def load_weights(
@@ -156,7 +136,7 @@ def _targets(model: nn.Module, checkpoint: Checkpoint) -> dict[str, dict[str, Te
     targets: dict[str, dict[str, Tensor]] = {}
     for parameter_name, parameter in model.named_parameters():
         sources = names.sources(parameter_name)
-        sizes = row_sizes(parameter_name, checkpoint.config) if len(sources) > 1 else [len(parameter)]
+        sizes = row_sizes(parameter_name, len(parameter), checkpoint.config) if len(sources) > 1 else [len(parameter)]
         targets[parameter_name] = dict(zip(sources, torch.split(parameter.data, sizes), strict=True))
     return targets
 
@@ -237,57 +217,34 @@ def _check_spare_head(head: StoredTensor, embedding: Tensor) -> None:
 
 
 def _stored_tensors(checkpoint: Checkpoint, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Every tensor of every file, by name, in the files' order."""
+    """Every tensor of every file, by name, in the files' order; what holds all experts of a layer in parts."""
     assert checkpoint.weight_files, "opened without weights"
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint.weight_files:
-        tensors = _gguf_tensors(checkpoint) if checkpoint.is_gguf else _safetensors(path, stack)
-        for tensor in tensors:
+        for tensor in (
+            gguf_tensors(path, partial(_order, checkpoint)) if checkpoint.is_gguf else safetensors(path, stack)
+        ):
             if tensor.name in stored:
                 raise CheckpointError(f"tensor {tensor.name} is in both {stored[tensor.name].file} and {tensor.file}")
             stored[tensor.name] = tensor
+    if not checkpoint.is_gguf:
+        stored = checkpoint.family.unstack(stored)
+    for tensor in stored.values():
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {tensor.name} is stored as {tensor.dtype}, which is not supported; "
+                f"supported are {', '.join(_DTYPES)}"
+            )
     return stored
 
 
-def _safetensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
-    try:
-        file: Any = stack.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: the file is truncated or damaged: {error}") from error
-    for name in file.keys():  # noqa: SIM118 - not a mapping
-        header = file.get_slice(name)
-        if header.get_dtype() not in _DTYPES:
-            raise UnsupportedModelError(
-                f"{path}: tensor {name} is stored as {header.get_dtype()}, which is not supported; "
-                f"supported are {', '.join(_DTYPES)}"
-            )
-        yield StoredTensor(name, tuple(header.get_shape()), path, partial(file.get_tensor, name))
-
-
-def _gguf_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
-    file = GGUFFile(checkpoint.path)
-    for tensor in file.tensors:
-        num_heads = _heads_to_reorder(tensor.name, checkpoint)
-        order = _as_they_are if num_heads is None else partial(_pairs_apart, num_heads=num_heads)
-        read, read_grid = partial(_read, file, tensor, order), partial(_read_grid, file, tensor, order)
-        yield StoredTensor(tensor.name, tensor.shape, file.path, read, read_grid)
-
-
-def _heads_to_reorder(name: str, checkpoint: Checkpoint) -> int | None:
-    if not checkpoint.family.gguf_pairs_adjacent:
-        return None
-    if ".attn_q." in name:
-        return checkpoint.config.num_heads
-    return checkpoint.config.num_kv_heads if ".attn_k." in name else None
-
-
-def _read(file: GGUFFile, tensor: GGUFTensor, order: Callable[[Tensor], Tensor]) -> Tensor:
-    return order(file.read(tensor))
-
-
-def _read_grid(file: GGUFFile, tensor: GGUFTensor, order: Callable[[Tensor], Tensor]) -> Grid | None:
-    grid = file.grid(tensor)
-    return None if grid is None else grid.map(order)
+def _order(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
+    """What puts the rows of a GGUF file's tensor into our order."""
+    if checkpoint.family.gguf_pairs_adjacent and ".attn_q." in name:
+        return partial(_pairs_apart, num_heads=checkpoint.config.num_heads)
+    if checkpoint.family.gguf_pairs_adjacent and ".attn_k." in name:
+        return partial(_pairs_apart, num_heads=checkpoint.config.num_kv_heads)
+    return _as_they_are
 
 
 def _as_they_are(rows: Tensor) -> Tensor:

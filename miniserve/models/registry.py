@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from miniserve.errors import UnsupportedModelError
 from miniserve.models.family import Family
 from miniserve.models.gemma import GEMMA2, GEMMA3
+from miniserve.models.gpt_oss import GPT_OSS
 from miniserve.models.granite import GRANITE
 from miniserve.models.llama import LLAMA, MISTRAL
 from miniserve.models.olmo import OLMO2, OLMO3
 from miniserve.models.phi3 import PHI3
 from miniserve.models.qwen2 import QWEN2
 from miniserve.models.qwen3 import QWEN3
+from miniserve.models.qwen3_moe import QWEN3_MOE
 from miniserve.models.smollm3 import SMOLLM3
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE, QWEN3_MOE, GPT_OSS)
 
 
 def find_family(architectures: Sequence[str]) -> Family:

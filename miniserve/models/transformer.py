@@ -21,6 +21,7 @@ from miniserve.layers.branch import Branch
 from miniserve.layers.embedding import TokenMatrix
 from miniserve.layers.linear import Linear
 from miniserve.layers.mlp import MLP
+from miniserve.layers.moe import MoE
 from miniserve.layers.norm import RMSNorm
 from miniserve.layers.rotary import Rope, RopeConfig, RotaryEmbedding
 from miniserve.models.config import LayerConfig, ModelConfig
@@ -41,20 +42,22 @@ class Layer(nn.Module):
         self.rope: RopeConfig | None = layer.rope
         self.attn = Attention(config.hidden_size, _attention_shape(config, layer), dtype=dtype, device=device)
         self.attn_branch = branch()
-        self.mlp = MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
+        self.mlp = _feed_forward(config, layer, dtype=dtype, device=device)
         self.mlp_branch = branch()
 
     def forward(self, residual: Tensor, rope: Rope | None, plan: AttentionPlan, cache: LayerKVCache) -> None:
         """residual: fp32 [num_tokens, hidden_size], updated in place."""
         self.attn(residual, self.attn_branch, rope, plan, cache)
         self.mlp(residual, self.mlp_branch)
+
+
+def _feed_forward(config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> MLP | MoE:
+    hidden_size, activation = config.hidden_size, config.activation
+    if layer.sparse:
+        assert config.experts is not None, "checked when the checkpoint is parsed"
+        return MoE(hidden_size, config.experts, activation=activation, dtype=dtype, device=device)
+    size, bias = config.intermediate_size, config.mlp_bias
+    return MLP(hidden_size, size, activation=activation, bias=bias, dtype=dtype, device=device)
 
 
 def _attention_shape(config: ModelConfig, layer: LayerConfig) -> AttentionShape:
@@ -131,12 +134,19 @@ class Transformer(nn.Module):
         """The names of the modules whose matrix gets a layout of its own."""
         return self.multiplied_modules() | {"embed"}
 
+    def small_modules(self) -> frozenset[str]:
+        """Those of them that a scheme makes small."""
+        return frozenset(name for name, module in self.named_modules() if self._may_be_small(module))
+
     def multiplied_modules(self) -> frozenset[str]:
         """Those of them that each step multiplies with: not an embedding that is no head as well."""
         return frozenset(name for name, module in self.named_modules() if self._is_multiplied(module))
 
     def _is_multiplied(self, module: nn.Module) -> bool:
         return isinstance(module, Linear) or module is (self.embed if self.head is None else self.head)
+
+    def _may_be_small(self, module: nn.Module) -> bool:
+        return self._is_multiplied(module) and getattr(module, "may_be_small", True)
 
     def pack(
         self, name: str, kernels: NativeKernels | None = None, scheme: Scheme | None = None, grid: Grid | None = None
@@ -151,4 +161,4 @@ class Transformer(nn.Module):
         """
         module = self.get_submodule(name)
         assert isinstance(module, Linear | TokenMatrix)
-        module.pack(kernels, scheme if self._is_multiplied(module) else None, grid)
+        module.pack(kernels, scheme if self._may_be_small(module) else None, grid)

@@ -79,7 +79,7 @@ def build_runner(
     if asked.load_format == "dummy":
         init_dummy_weights(model, resolved.seed or 0, on_module=pack)
     else:
-        keep_grids = model.multiplied_modules() if scheme is not None else frozenset()
+        keep_grids = model.small_modules() if scheme is not None else frozenset()
         load_weights(model, checkpoint, on_tensor=on_tensor, on_module=pack, keep_grids=keep_grids)
     bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
     num_blocks = num_kv_blocks(
