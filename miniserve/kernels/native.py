@@ -28,6 +28,8 @@ _HUGE_PAGE_BYTES = 2**21
 _RECORDED = (
     "linear",
     "feed_forward",
+    "add",
+    "normalise",
     "linear_quantised",
     "unpack_columns",
     "unpack_quantised_columns",
@@ -118,6 +120,8 @@ class NativeKernels:
         # Looked up once: a call takes a few microseconds, and a step makes hundreds.
         self.linear: Any = ops.linear.default
         self.feed_forward: Any = ops.feed_forward.default
+        self._add: Any = ops.add.default
+        self._normalise: Any = ops.normalise.default
         self.pack: Any = ops.pack.default
         self.unpack_columns: Any = ops.unpack_columns.default
         self.linear_quantised: Any = ops.linear_quantised.default
@@ -146,6 +150,7 @@ class NativeKernels:
         scale: float,
         soft_cap: float = 0.0,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalise and rotate heads, write keys and values to the cache, and attend causally.
 
@@ -158,6 +163,7 @@ class NativeKernels:
             scale: of the scores.
             soft_cap: scores become soft_cap x tanh(score / soft_cap); 0 for none.
             window: tokens that a query sees, its own included; 0 for all.
+            sinks: fp32 [num_heads], a score of each head that takes part in the softmax without a value.
 
         Returns:
             [num_tokens, num_heads, head_dim].
@@ -173,6 +179,7 @@ class NativeKernels:
             scale,
             soft_cap,
             window,
+            sinks,
             cache,
             step.query_start_loc,
             step.seq_lens,
@@ -180,6 +187,14 @@ class NativeKernels:
             out,
         )
         return out
+
+    def add_(self, residual: Tensor, x: Tensor, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """residual += scale x norm(x), both [num_rows, size]: fp32, and x also bf16."""
+        self._add(residual, x, None if norm is None else norm.weight, 0.0 if norm is None else norm.eps, scale)
+
+    def normalise_(self, x: Tensor, first: int, norm: Norm) -> None:
+        """The norm of columns [first, first + its size) of x [num_rows, num_columns], fp32 or bf16, in place."""
+        self._normalise(x, first, norm.weight, norm.eps)
 
     def forbid(self, logits: Tensor, masks: Tensor) -> Tensor:
         """See `sampling.forbid`."""
@@ -222,14 +237,21 @@ class NativeKernels:
         return ranks, logprobs, top_ids
 
 
+# As the operators take them: x, norm and epsilon; and epilogue, activation and out.
+RowArguments = tuple[Tensor, Tensor | None, float]
+OutputArguments = tuple[str, str, Tensor]
+
+
 class Matrix(ABC):
     """A weight [out_features, in_features] in a layout of the kernels, with the products that a transformer needs.
 
     Attributes:
+        kernels: that multiply.
         dtype: of the results, and of rows that are not fp32.
     """
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: NativeKernels, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        self.kernels = kernels
         self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
 
     @property
@@ -238,8 +260,8 @@ class Matrix(ABC):
         """Memory of the matrix."""
 
     @abstractmethod
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [n] of the plain matrix, as fp32 [n, in_features]."""
+    def rows(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows `ids` int64 [n] of the plain matrix, times `scale`, as fp32 [n, in_features]."""
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm(x) W^T + b. x: [num_rows, in_features], fp32 or `dtype` -> [num_rows, out_features]."""
@@ -257,24 +279,25 @@ class Matrix(ABC):
         """residual += x W^T + b, with residual fp32 [num_rows, out_features]."""
         self._product(x, None, "add", residual)
 
-    def silu_gate(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """silu(gate) x up of a matrix made with `gate` -> [num_rows, out_features / 2]."""
+    def gate(self, x: Tensor, norm: Norm | None = None, activation: str = "silu") -> Tensor:
+        """activation(gate) x up of a matrix made with `gate` -> [num_rows, out_features / 2].
+
+        Activations are those of `reference.ACTIVATIONS`.
+        """
         out = torch.empty((x.shape[0], self.out_features // 2), dtype=self.dtype)
-        self._product(x, norm, "silu_gate", out)
+        self._product(x, norm, "gate", out, activation)
         return out
 
-    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix) -> None:
-        """residual += down(silu(gate) x up of norm(residual)), with a matrix made with `gate`, and residual fp32."""
-        down.add_to_(residual, self.silu_gate(residual, norm))
+    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix, activation: str = "silu") -> None:
+        """residual += down(activation(gate) x up of norm(residual)), by a matrix made with `gate`; residual is fp32."""
+        down.add_to_(residual, self.gate(residual, norm, activation))
 
-    def _product(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor) -> None:
-        if norm is None:
-            self._run(x, None, 0.0, epilogue, out)
-        else:
-            self._run(x, norm.weight, norm.eps, epilogue, out)
+    def _product(self, x: Tensor, norm: Norm | None, epilogue: str, out: Tensor, activation: str = "silu") -> None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        self._run((x, weight, eps), (epilogue, activation, out))
 
     @abstractmethod
-    def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
+    def _run(self, rows: RowArguments, output: OutputArguments) -> None:
         """One call of the operator; its columns are `out_features`."""
 
 
@@ -288,11 +311,10 @@ class PackedMatrix(Matrix):
     def __init__(
         self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None = None, *, gate: bool = False
     ) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], weight.dtype)
+        super().__init__(kernels, weight.shape[0], weight.shape[1], weight.dtype)
         if gate:
             weight = interleaved(weight)
             bias = None if bias is None else interleaved(bias)
-        self._kernels = kernels
         columns = round_up(weight.shape[0])
         self._packed = huge_pages(columns * round_up(self.in_features), weight.dtype)
         kernels.pack(weight.contiguous(), self._packed)
@@ -303,18 +325,18 @@ class PackedMatrix(Matrix):
         """Memory of the matrix."""
         return self._packed.nbytes
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         """As `Matrix.rows`."""
         out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
-        self._kernels.unpack_columns(self._packed, self.out_features, ids, out)
+        self.kernels.unpack_columns(self._packed, self.out_features, ids, scale, out)
         return out
 
-    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix) -> None:
+    def feed_forward_(self, residual: Tensor, norm: Norm, down: Matrix, activation: str = "silu") -> None:
         """As `Matrix.feed_forward_`; in one call, where `down` is in its own dtype too."""
         if not isinstance(down, PackedMatrix):
-            super().feed_forward_(residual, norm, down)
+            super().feed_forward_(residual, norm, down, activation)
             return
-        self._kernels.feed_forward(
+        self.kernels.feed_forward(
             residual,
             self._packed,
             self._bias,
@@ -323,10 +345,12 @@ class PackedMatrix(Matrix):
             down.in_features,
             norm.weight,
             norm.eps,
+            activation,
         )
 
-    def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
-        self._kernels.linear(x, self._packed, self.out_features, self._bias, norm, eps, epilogue, out)
+    def _run(self, rows: RowArguments, output: OutputArguments) -> None:
+        x, *norm = rows
+        self.kernels.linear(x, self._packed, self.out_features, self._bias, *norm, *output)
 
 
 def cache_shape(

@@ -12,7 +12,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from miniserve.kernels.native import CHUNK, Matrix, NativeKernels, huge_pages, interleaved, padded, round_up
+from miniserve.kernels.native import (
+    CHUNK,
+    Matrix,
+    NativeKernels,
+    OutputArguments,
+    RowArguments,
+    huge_pages,
+    interleaved,
+    padded,
+    round_up,
+)
 
 GROUP = 32  # elements of a row that share a scale, where they are not all of them
 _DIGIT_CHUNK = 64
@@ -144,8 +154,7 @@ class QuantisedMatrix(Matrix):
         num_digits: int = 2,
         gate: bool = False,
     ) -> None:
-        super().__init__(*grid.shape, dtype)
-        self._kernels = kernels
+        super().__init__(kernels, *grid.shape, dtype)
         self._bits, self._num_digits, self._has_offsets = grid.bits, num_digits, grid.offsets is not None
         if gate:
             bias = None if bias is None else interleaved(bias)
@@ -164,16 +173,17 @@ class QuantisedMatrix(Matrix):
         """Memory of the matrix."""
         return self._packed.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         """As `Matrix.rows`."""
         out = torch.empty((len(ids), self.in_features), dtype=torch.float32)
-        self._kernels.unpack_quantised_columns(
-            self._packed, self._scales, self.out_features, self._bits, self._has_offsets, ids, out
+        self.kernels.unpack_quantised_columns(
+            self._packed, self._scales, self.out_features, self._bits, self._has_offsets, ids, scale, out
         )
         return out
 
-    def _run(self, x: Tensor, norm: Tensor | None, eps: float, epilogue: str, out: Tensor) -> None:
-        self._kernels.linear_quantised(
+    def _run(self, rows: RowArguments, output: OutputArguments) -> None:
+        x, *norm = rows
+        self.kernels.linear_quantised(
             x,
             self._packed,
             self._scales,
@@ -182,10 +192,8 @@ class QuantisedMatrix(Matrix):
             self._has_offsets,
             self._num_digits,
             self._bias,
-            norm,
-            eps,
-            epilogue,
-            out,
+            *norm,
+            *output,
         )
 
 

@@ -7,6 +7,8 @@ fp32 and rounded to the result's dtype once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +46,31 @@ def linear_quantised(
     return F.linear(left.double(), grid.values.double(), None if bias is None else bias.double()).float()
 
 
-def silu_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-    """silu(gate) x up (Shazeer, 2020), with `weight` and `bias` of gate | up rows."""
-    gate, up = linear(x, weight, bias, norm).chunk(2, dim=-1)
-    return F.silu(gate) * up
+def gate(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None, *, activation: str = "silu"
+) -> Tensor:
+    """activation(gate) x up (Shazeer, 2020), with `weight` and `bias` of gate | up rows."""
+    gates, up = linear(x, weight, bias, norm).chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gates, up)
+
+
+def _silu(gates: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gates) * up
+
+
+def _gelu_tanh(gates: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gates, approximate="tanh") * up
+
+
+def _clamped_swiglu(gates: Tensor, up: Tensor) -> Tensor:
+    """Of gpt-oss."""
+    gates = gates.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1.0) * gates * torch.sigmoid(1.702 * gates)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {"silu": _silu, "gelu_tanh": _gelu_tanh, "clamped_swiglu": _clamped_swiglu}
+)
 
 
 def feed_forward(
@@ -58,9 +81,16 @@ def feed_forward(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """residual + down(silu(gate) x up of norm(residual)) in fp32, with what is between them rounded to their dtype."""
-    return residual + linear(silu_gate(residual, gate_up, gate_up_bias, norm), down, down_bias)
+    """residual + down(activation(gate) x up of norm(residual)) in fp32; what is between is rounded to their dtype."""
+    gated = gate(residual, gate_up, gate_up_bias, norm, activation=activation)
+    return residual + linear(gated, down, down_bias)
+
+
+def add(residual: Tensor, x: Tensor, norm: Norm | None = None, scale: float = 1.0) -> Tensor:
+    """residual + scale x norm(x), in fp32."""
+    return residual + scale * (x.float() if norm is None else rms_norm(x, norm))
 
 
 def transform_heads(heads: Tensor, norm: Norm | None, rope: Tensor | None, positions: Tensor) -> Tensor:
@@ -80,14 +110,21 @@ def as_int8(heads: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, soft_cap: float = 0.0, window: int = 0
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a request's last tokens over the whole of it, in fp32.
 
     Args:
         query: [num_new_tokens, num_heads, head_dim].
         keys, values: [seq_len, num_kv_heads, head_dim], each head shared by a group of query heads.
-        scale, soft_cap, window: see `NativeKernels.attend`.
+        scale, soft_cap, window, sinks: see `NativeKernels.attend`.
     """
     group = query.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
@@ -97,4 +134,8 @@ def attend(
     last = torch.arange(len(keys) - len(query), len(keys))[:, None]
     key = torch.arange(len(keys))
     visible = (key <= last) & (key > last - window if window else True)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(dim=-1), values)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    probs = scores.softmax(dim=-1)[..., : len(keys)]
+    return torch.einsum("hqk,khd->qhd", probs, values)

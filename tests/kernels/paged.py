@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Requests:
     transform: HeadTransform = UNCHANGED
     soft_cap: float = 0.0
     window: int = 0
+    sinks: Tensor | None = None
     int8: bool = False  # the cache
 
     @property
@@ -38,8 +40,13 @@ class Requests:
         return self.heads[0].shape[2]
 
     @property
-    def options(self) -> dict[str, float | int]:
-        return {"scale": self.head_dim**-0.5, "soft_cap": self.soft_cap, "window": self.window}
+    def options(self) -> dict[str, Any]:
+        return {
+            "scale": self.head_dim**-0.5,
+            "soft_cap": self.soft_cap,
+            "window": self.window,
+            "sinks": self.sinks,
+        }
 
     def expected(self, request: int) -> Tensor:
         """What the twin says, fp32 [seq_len, num_heads, head_dim]."""
@@ -54,7 +61,7 @@ class Requests:
         key = reference.transform_heads(key, k_norm, transform.rope, positions)
         if self.int8:
             key, value = reference.as_int8(key), reference.as_int8(value)
-        return reference.attend(query, key, value, **self.options)  # type: ignore[arg-type]
+        return reference.attend(query, key, value, **self.options)
 
 
 class Pool:
@@ -93,7 +100,7 @@ class Pool:
             transform,
             self.cache,
             step,
-            **self.requests.options,  # type: ignore[arg-type]
+            **self.requests.options,
         )
         return list(out.split_with_sizes([end - start for _, start, end in spans]))
 
@@ -117,6 +124,7 @@ def make_requests(
     qk_norm: bool = False,
     soft_cap: float = 0.0,
     window: int = 0,
+    sinks: bool = False,
     int8: bool = False,
 ) -> Requests:
     """Random requests; `rotary_dim` None turns the whole head, 0 nothing."""
@@ -135,6 +143,7 @@ def make_requests(
         transform=transform,
         soft_cap=soft_cap,
         window=window,
+        sinks=2.0 * randn(num_heads) if sinks else None,
         int8=int8,
     )
 

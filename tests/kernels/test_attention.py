@@ -48,6 +48,9 @@ def test_heads(
         {"soft_cap": 2.0},
         {"soft_cap": 0.1, "qk_norm": True, "window": 20},
         {"block_size": 96},
+        {"sinks": True},
+        {"sinks": True, "window": 20, "soft_cap": 2.0, "qk_norm": True},
+        {"qk_norm": True, "rotary_dim": 48},
     ],
     ids=str,
 )
@@ -66,6 +69,15 @@ def test_a_window_changes_what_is_beyond_it_only(kernels: NativeKernels, dtype: 
     [plain], [cut] = (Pool(kernels, r).attend((0, 0, 300)) for r in (requests, replace(requests, window=40)))
     assert torch.equal(cut[:40], plain[:40])
     assert (cut[40:] != plain[40:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("score", [-1e4, 1e4])
+def test_sinks_far_from_the_scores(kernels: NativeKernels, dtype: torch.dtype, score: float) -> None:
+    """One that is far below takes nothing; one that is far above takes everything."""
+    requests = make_requests([300], dtype=dtype)
+    [plain] = Pool(kernels, requests).attend((0, 0, 300))
+    [output] = Pool(kernels, replace(requests, sinks=torch.full((4,), score))).attend((0, 0, 300))
+    assert torch.equal(output, plain if score < 0 else torch.zeros_like(plain))
 
 
 def test_large_scores(kernels: NativeKernels, dtype: torch.dtype) -> None:
@@ -123,13 +135,14 @@ def test_nothing_to_compute(kernels: NativeKernels, dtype: torch.dtype, spans: l
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 40, "soft_cap": 5.0, "qk_norm": True, "rotary_dim": 24},
+    {"window": 40, "sinks": True},
     {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "block_size": 64},
     {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16},
 ]
 
 
 @pytest.mark.usefixtures("threads_restored")
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all", "gqa", "mqa"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all", "sinks", "gqa", "mqa"])
 def test_the_same_whole_or_in_chunks_alone_or_together(
     kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -206,6 +219,7 @@ def arguments() -> dict[str, Any]:
         "scale": 0.25,
         "soft_cap": 0.0,
         "window": 0,
+        "sinks": None,
         "cache": torch.zeros(5, 1, 2, 2, 1024),
         "query_start": torch.tensor([0, 1, 8], dtype=torch.int32),
         "seq_lens": torch.tensor([40, 7], dtype=torch.int32),
@@ -233,6 +247,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rope-wide": ("rope", {"rope": torch.zeros(64, 2, 18)}),
     "rope-short": ("request 0: 40 tokens, but 39 positions", {"rope": torch.zeros(39, 2, 16)}),
     "q_norm-size": ("q_norm", {"q_norm": torch.ones(8)}),
+    "sinks-size": ("sinks", {"sinks": torch.zeros(2)}),
     "k_norm-dtype": ("k_norm", {"k_norm": torch.ones(16).bfloat16()}),
     "cache-dtype": ("cache", {"cache": torch.zeros(5, 1, 2, 2, 1024).bfloat16()}),
     "cache-heads": ("cache", {"cache": torch.zeros(5, 1, 2, 1, 1024)}),

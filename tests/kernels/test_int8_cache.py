@@ -17,6 +17,7 @@ TOLERANCE = 5e-4
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 40, "soft_cap": 5.0, "qk_norm": True, "rotary_dim": 24},
+    {"window": 40, "sinks": True},
     {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "block_size": 64},
     {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16},
     {"num_heads": 17, "num_kv_heads": 1, "head_dim": 33, "rotary_dim": 32},
@@ -61,7 +62,7 @@ def test_every_whole_number(kernels: NativeKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads_restored")
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=["plain", "all", "gqa", "mqa"])
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=["plain", "all", "sinks", "gqa", "mqa"])
 def test_the_same_whole_or_in_chunks_alone_or_together(
     kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import nan
 
@@ -18,6 +19,7 @@ SIZES = [(64, 96), (33, 45), (100, 80), (7, 5), (160, 17)]
 ROWS = [0, 1, 3, 16, 17, 33, 64, 100]
 with_sizes = pytest.mark.parametrize(("in_features", "out_features"), SIZES)
 with_norm = pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+with_activation = pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 with_bias = pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
 
 
@@ -98,32 +100,47 @@ def test_add(kernels: NativeKernels, dtype: torch.dtype, in_features: int, out_f
 
 
 @pytest.mark.parametrize(("in_features", "half"), [(64, 96), (33, 40), (100, 17), (7, 5), (40, 33)])
+@with_activation
 @with_norm
 @with_bias
-def test_silu_gate(
-    kernels: NativeKernels, dtype: torch.dtype, in_features: int, half: int, with_norm: bool, with_bias: bool
+def test_gate(
+    kernels: NativeKernels,
+    dtype: torch.dtype,
+    in_features: int,
+    half: int,
+    with_norm: bool,
+    with_bias: bool,
+    activation: str,
 ) -> None:
     case = make_case(in_features, 2 * half, dtype, with_norm=with_norm, with_bias=with_bias)
     matrix = case.matrix(kernels, gate=True)
     for num_rows in ROWS:
         x = case.x[:num_rows]
-        gated = matrix.silu_gate(x, case.norm)
+        gated = matrix.gate(x, case.norm, activation)
         assert (gated.shape, gated.dtype) == ((num_rows, half), dtype)
-        assert_close(gated, reference.silu_gate(x, case.weight, case.bias, case.norm), case)
+        assert_close(gated, reference.gate(x, case.weight, case.bias, case.norm, activation=activation), case)
 
 
-def test_silu_gate_far_from_zero(kernels: NativeKernels) -> None:
+@with_activation
+def test_gate_far_from_zero(kernels: NativeKernels, activation: str) -> None:
     """exp neither overflows nor underflows into something else: silu(x) is x on the right, and 0 on the left."""
-    x = torch.tensor([[-1e4], [-100.0], [-20.0], [0.0], [20.0], [100.0], [1e4]])
+    x = torch.tensor([[-1e4], [-100.0], [-20.0], [-7.0], [-3.0], [0.0], [0.1], [7.0], [20.0], [100.0], [1e4]])
     matrix = PackedMatrix(kernels, torch.ones(2, 1), gate=True)
-    expected = torch.nn.functional.silu(x) * x
-    torch.testing.assert_close(matrix.silu_gate(x), expected, atol=1e-5, rtol=1e-5)
+    expected = reference.ACTIVATIONS[activation](x, x)
+    torch.testing.assert_close(matrix.gate(x, activation=activation), expected, atol=1e-5, rtol=1e-5)
+
+
+@with_activation
+def test_a_gate_hides_no_nan(kernels: NativeKernels, activation: str) -> None:
+    matrix = PackedMatrix(kernels, torch.ones(2, 1), gate=True)
+    assert bool(matrix.gate(torch.tensor([[math.nan]]), activation=activation).isnan().all())
 
 
 @pytest.mark.parametrize(("size", "intermediate"), [(64, 96), (33, 40), (50, 17), (7, 5), (40, 33), (160, 64)])
+@with_activation
 @with_bias
 def test_feed_forward_is_its_two_products(
-    kernels: NativeKernels, dtype: torch.dtype, size: int, intermediate: int, with_bias: bool
+    kernels: NativeKernels, dtype: torch.dtype, size: int, intermediate: int, with_bias: bool, activation: str
 ) -> None:
     """Bit for bit, and its twin; some sizes leave columns of a row tile empty."""
     first = make_case(size, 2 * intermediate, dtype, with_norm=True, with_bias=with_bias)
@@ -133,10 +150,16 @@ def test_feed_forward_is_its_two_products(
     for num_rows in ROWS:
         residual, expected = first.x[:num_rows].clone(), first.x[:num_rows].clone()
         twin = reference.feed_forward(
-            residual, first.weight, second.weight, first.norm, gate_up_bias=first.bias, down_bias=second.bias
+            residual,
+            first.weight,
+            second.weight,
+            first.norm,
+            gate_up_bias=first.bias,
+            down_bias=second.bias,
+            activation=activation,
         )
-        gate_up.feed_forward_(residual, first.norm, down)
-        down.add_to_(expected, gate_up.silu_gate(expected, first.norm))
+        gate_up.feed_forward_(residual, first.norm, down, activation)
+        down.add_to_(expected, gate_up.gate(expected, first.norm, activation))
         assert torch.equal(residual, expected)
         assert_close(residual, twin, first)
 
@@ -149,7 +172,7 @@ def test_feed_forward_with_another_kind_of_matrix(kernels: NativeKernels) -> Non
     down = QuantisedMatrix(kernels, in_rows(second.weight))
     residual, expected = first.x.clone(), first.x.clone()
     gate_up.feed_forward_(residual, first.norm, down)
-    down.add_to_(expected, gate_up.silu_gate(expected, first.norm))
+    down.add_to_(expected, gate_up.gate(expected, first.norm))
     assert torch.equal(residual, expected)
 
 
@@ -183,6 +206,7 @@ def test_rows_are_those_of_the_plain_matrix(
     ids[:3] = torch.tensor([0, out_features - 1, 0])
     for chosen in (ids, ids[:1], ids[:0], torch.arange(out_features)):
         assert torch.equal(matrix.rows(chosen), case.weight[chosen].float())
+        assert torch.equal(matrix.rows(chosen, 25.3), case.weight[chosen].float() * 25.3)
 
 
 def test_a_matrix_that_is_not_contiguous(kernels: NativeKernels, dtype: torch.dtype) -> None:
@@ -208,7 +232,7 @@ def every_product(case: Case, kernels: NativeKernels, x: Tensor) -> list[Tensor]
     down = PackedMatrix(kernels, case.weight.T[:, : case.weight.shape[0] // 2])
     stream = x.float().clone()
     gated.feed_forward_(stream, case.norm or Norm(torch.ones(x.shape[1]), 1e-5), down)
-    return [plain(x, case.norm), plain.logits(x, case.norm), gated.silu_gate(x, case.norm), residual, stream]
+    return [plain(x, case.norm), plain.logits(x, case.norm), gated.gate(x, case.norm), residual, stream]
 
 
 @pytest.mark.usefixtures("threads_restored")
@@ -285,9 +309,10 @@ WRONG: dict[str, tuple[str, dict[str, object]]] = {
     "norm-size": ("norm", {"norm": torch.ones(49)}),
     "norm-dtype": ("norm", {"norm": torch.ones(50).bfloat16()}),
     "epilogue": ("epilogue", {"epilogue": "relu"}),
+    "activation": ("activation", {"activation": "relu"}),
     "out-rows": ("out", {"out": torch.zeros(2, 80)}),
     "out-columns": ("out", {"out": torch.zeros(3, 79)}),
-    "out-of-a-gate": ("out", {"epilogue": "silu_gate"}),
+    "out-of-a-gate": ("out", {"epilogue": "gate"}),
     "out-dtype": ("out", {"out": OUT.half()}),
     "out-strides": ("out", {"out": torch.zeros(80, 3).T}),
 }
@@ -303,6 +328,7 @@ def test_what_linear_refuses(kernels: NativeKernels, named: str, changes: dict[s
         "norm": None,
         "eps": 0.0,
         "epilogue": "store",
+        "activation": "silu",
         "out": OUT,
     }
     kernels.linear(*right.values())
@@ -324,6 +350,7 @@ WRONG_FEED_FORWARD: dict[str, tuple[str, dict[str, object]]] = {
     "down-bias": ("down_bias", {"down_bias": torch.zeros(50)}),
     "intermediate": ("gate_up", {"intermediate": 49}),
     "norm-size": ("norm", {"norm": torch.ones(49)}),
+    "activation": ("activation", {"activation": "relu"}),
 }
 
 
@@ -338,6 +365,7 @@ def test_what_feed_forward_refuses(kernels: NativeKernels, named: str, changes: 
         "intermediate": 40,
         "norm": None,
         "eps": 0.0,
+        "activation": "silu",
     }
     kernels.feed_forward(*right.values())
     with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
@@ -371,7 +399,7 @@ def test_what_pack_refuses(kernels: NativeKernels, named: str, weight: Tensor, p
 )
 def test_what_unpack_refuses(kernels: NativeKernels, named: str, ids: Tensor, out: Tensor) -> None:
     with pytest.raises(RuntimeError, match=rf"\b{named}\b"):
-        kernels.unpack_columns(PACKED, 80, ids, out)
+        kernels.unpack_columns(PACKED, 80, ids, 1.0, out)
 
 
 def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
@@ -380,9 +408,9 @@ def test_tracing(kernels: NativeKernels, dtype: torch.dtype) -> None:
     packed = torch.zeros(96 * 64, dtype=dtype)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.pack, (case.weight, packed), test_utils=checks)
-    linear = (case.x, packed, 80, None, None, 0.0, "store", torch.zeros(3, 80))
+    linear = (case.x, packed, 80, None, None, 0.0, "store", "silu", torch.zeros(3, 80))
     torch.library.opcheck(kernels.linear, linear, test_utils=checks)
     halves = (torch.zeros(96 * 64, dtype=dtype), None, torch.zeros(64 * 64, dtype=dtype), None)
-    torch.library.opcheck(kernels.feed_forward, (torch.zeros(3, 50), *halves, 40, None, 0.0), test_utils=checks)
-    unpack = (packed, 80, torch.tensor([3, 7]), torch.zeros(2, 50))
+    torch.library.opcheck(kernels.feed_forward, (torch.zeros(3, 50), *halves, 40, None, 0.0, "silu"), test_utils=checks)
+    unpack = (packed, 80, torch.tensor([3, 7]), 1.0, torch.zeros(2, 50))
     torch.library.opcheck(kernels.unpack_columns, unpack, test_utils=checks)

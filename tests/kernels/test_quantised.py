@@ -93,7 +93,7 @@ def test_products(
         gate, up = reference.linear_quantised(x, grid, None, norm, num_digits=num_digits).chunk(2, dim=-1)
         step = digit * size * in_features**0.5
         slack = step * (1 + gate.abs() + up.abs()) + 2**-7 * (gate * up).abs() + 1e-6
-        difference = gated.silu_gate(x, norm).float() - torch.nn.functional.silu(gate) * up
+        difference = gated.gate(x, norm).float() - torch.nn.functional.silu(gate) * up
         assert (difference.abs() <= slack).all()
 
 
@@ -139,6 +139,7 @@ def test_rows_are_those_of_the_stored_matrix(
     grid = grids(random_weight(in_features, out_features))[kind]
     ids = torch.arange(out_features).flip(0)
     assert torch.equal(QuantisedMatrix(kernels, grid).rows(ids), grid.values[ids])
+    assert torch.equal(QuantisedMatrix(kernels, grid).rows(ids, 25.3), grid.values[ids] * 25.3)
 
 
 def test_memory(kernels: NativeKernels) -> None:

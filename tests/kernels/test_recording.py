@@ -35,6 +35,7 @@ class Block:
         self.o = matrix(SIZE, HEADS * HEAD_DIM)
         self.gate_up, self.down = matrix(2 * 24, SIZE, gate=True), matrix(SIZE, 24)
         self.norm = Norm(torch.rand(SIZE, generator=generator), 1e-5)
+        self.sinks = torch.randn(HEADS, generator=generator)
         self.cache = zeros(cache_shape(2 * num_requests, 32, KV_HEADS, HEAD_DIM), torch.bfloat16)
         self.token_ids = torch.zeros(num_requests, dtype=torch.int64)
         self.step = PagedStep(
@@ -46,10 +47,17 @@ class Block:
     def __call__(self) -> Tensor:
         residual = self.embedding.rows(self.token_ids)
         for _ in range(2):
-            heads = self.qkv(residual, self.norm).view(len(residual), -1, HEAD_DIM)
-            attended = self.kernels.attend(heads, KV_HEADS, HeadTransform(None), self.cache, self.step, scale=0.3)
+            projected = self.qkv(residual, self.norm)
+            self.kernels.normalise_(projected, 3, self.norm)
+            heads = projected.view(len(residual), -1, HEAD_DIM)
+            transform = HeadTransform(None)
+            attended = self.kernels.attend(
+                heads, KV_HEADS, transform, self.cache, self.step, scale=0.3, sinks=self.sinks
+            )
             self.o.add_to_(residual, attended.flatten(1))
             self.gate_up.feed_forward_(residual, self.norm, self.down)
+            gated = self.gate_up.gate(residual, activation="gelu_tanh")
+            self.kernels.add_(residual, self.down(gated), self.norm, 0.5)
         return residual
 
     def results(self, compute: Callable[[], Tensor]) -> list[Tensor]:

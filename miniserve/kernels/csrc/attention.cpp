@@ -341,13 +341,18 @@ class UnitAttention {
   void finish(const Item& item, const Part& whole) const {
     alignas(64) float result[kMostHeadDim];
     for (int row = 0; row < item.num_rows; row++) {
-      const Vec total = broadcast(whole.total[row]);
+      const Vec total = broadcast(whole.total[row] + sink(item, row, whole.largest[row]));
       for (int d = 0; d < panels_ * kChunk; d += kLanes) {
         store(result + d, load(whole.sums + d / kChunk * kRowTileSize + row * kChunk + d % kChunk) / total);
       }
       E* out = out_ + (token_of(item, row) * heads_.num_heads + head_of(item, row)) * heads_.head_dim;
       store_row(result, heads_.head_dim, out);
     }
+  }
+
+  // The part of a row's head that goes to no key, relative to that of the largest score.
+  float sink(const Item& item, int row, float most) const {
+    return heads_.sinks ? std::exp2(heads_.sinks[head_of(item, row)] * kLog2E - most) : 0.0f;
   }
 
   const E* qkv_;

@@ -10,9 +10,12 @@ namespace miniserve {
 enum class Epilogue {
   kStore,     // out = y
   kAdd,       // out += y; out is the residual stream
-  kSiluGate,  // out = silu(gate) x up, gate and up being alternate groups of 16 columns of y
-  kSiluTiles  // the same as row tiles of E: the left side of another product
+  kGate,      // out = activation(gate) x up, gate and up being alternate groups of 16 columns of y
+  kGateTiles  // the same as row tiles of E: the left side of another product
 };
+
+// What a gate does to the element beside it (see layers/mlp.py).
+enum class Activation { kSilu, kGeluTanh, kClampedSwiglu };
 
 // Input rows: [num_rows][size] of float (the residual stream) or E. With `norm`, each row is first divided by its root
 // mean square and multiplied by norm [size].
@@ -58,15 +61,25 @@ struct Output {
   void* data;  // [num_rows][columns], half as many columns for a gate
   bool is_float;
   Epilogue epilogue;
+  Activation activation = Activation::kSilu;
 };
 
 template <class E>
 void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int num_threads);
 
-// out [num_rows][size] float += down(silu(gate) x up), gate and up being products of the rows, which out may hold. What lies
-// between both products stays in the caches.
+// out [num_rows][size] float += down(activation(gate) x up), gate and up being products of the rows, which out may hold.
+// What lies between both products stays in the caches.
 template <class E>
-void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& down, float* out, int num_threads);
+void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& down, Activation activation, float* out,
+                  int num_threads);
+
+// out [num_rows][size] float += scale x the rows, normalised if they have a norm.
+template <class E>
+void add_rows(const Rows& rows, float scale, float* out, int num_threads);
+
+// Normalises `count` rows of E in place; each begins `stride` elements behind the one before.
+template <class E>
+void normalise_rows(E* x, int64_t count, int64_t stride, int64_t size, const float* norm, float eps, int num_threads);
 
 // As `linear`, with a quantised matrix. Rows become whole numbers of `num_digits` (1 or 2) digits of 7 bits times a scale.
 template <class E>
@@ -82,12 +95,13 @@ void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_thr
 void pack_grid(const Grid& grid, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, uint8_t* packed,
                int num_threads);
 
-// Columns `ids` of a packed matrix, that is rows of the plain one: out [num_ids][size] float.
+// Columns `ids` of a packed matrix, that is rows of the plain one, times `scale`: out [num_ids][size] float.
 template <class E>
-void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float* out, int num_threads);
+void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float scale, float* out,
+                    int num_threads);
 
-void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float* out,
-                              int num_threads);
+void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float scale,
+                              float* out, int num_threads);
 
 // The heads of one layer, and what is done to queries and keys before attention.
 struct Heads {
@@ -99,6 +113,7 @@ struct Heads {
   float scale;     // of the scores
   float soft_cap;  // 0: none; else scores become soft_cap tanh(score / soft_cap)
   int64_t window;  // 0: none; else a query sees this many tokens, its own included
+  const float* sinks;  // [num_heads], may be null: a score of each head that takes part in the softmax without a value
 };
 
 // Where the tokens of one step live. Request i has the new tokens query_start[i] to query_start[i + 1].

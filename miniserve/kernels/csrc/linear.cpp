@@ -161,7 +161,7 @@ Rows part_of(const Rows& rows, Range range) {
 
 template <class E>
 Output part_of(const Output& out, const Weight<E>& weight, int64_t first_row) {
-  const int64_t columns = out.epilogue == Epilogue::kSiluGate ? weight.columns / 2 : weight.columns;
+  const int64_t columns = out.epilogue == Epilogue::kGate ? weight.columns / 2 : weight.columns;
   Output part = out;
   part.data = static_cast<char*>(out.data) + first_row * columns * (out.is_float ? sizeof(float) : sizeof(E));
   return part;
@@ -254,11 +254,12 @@ void linear(const Rows& rows, const Weight<E>& weight, const Output& out, int nu
 }
 
 template <class E>
-void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& down, float* out, int num_threads) {
+void feed_forward(const Rows& rows, const Weight<E>& gate_up, const Weight<E>& down, Activation activation, float* out,
+                  int num_threads) {
   static thread_local Scratch memory, gated_memory;
   E* tiles = tiles_for<E>(rows.count, rows.size, num_threads, memory);
   E* gated = tiles_for<E>(rows.count, down.size, num_threads, gated_memory);
-  const Output to_tiles{gated, false, Epilogue::kSiluTiles};
+  const Output to_tiles{gated, false, Epilogue::kGateTiles, activation};
   for_parts<E>(rows, num_threads, [&](const Rows& part, int64_t first) {
     const Output part_out{out + first * down.columns, true, Epilogue::kAdd};
     SharedProduct<E> gate_product(tiles, part.count, gate_up, to_tiles, num_threads);
@@ -308,7 +309,8 @@ void pack(const E* weight, int64_t columns, int64_t size, E* packed, int num_thr
 }
 
 template <class E>
-void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float* out, int num_threads) {
+void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t num_ids, float scale, float* out,
+                    int num_threads) {
   const int64_t padded = round_up(size, kChunk);
   parallel(num_threads, [&](int thread, int threads) {
     const Range own = share(num_ids, thread, threads);
@@ -316,7 +318,7 @@ void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t n
       const E* panel = packed + ids[i] / kChunk * kChunk * padded;
       const int column = static_cast<int>(ids[i] % kChunk);
       for (int64_t k = 0; k < size; k++) {
-        out[i * size + k] = to_float(panel[k / kChunk * kChunkSize + chunk_offset(panel, k % kChunk, column)]);
+        out[i * size + k] = scale * to_float(panel[k / kChunk * kChunkSize + chunk_offset(panel, k % kChunk, column)]);
       }
     }
   });
@@ -324,11 +326,11 @@ void unpack_columns(const E* packed, int64_t size, const int64_t* ids, int64_t n
 
 template void linear(const Rows&, const Weight<bf16>&, const Output&, int);
 template void linear(const Rows&, const Weight<float>&, const Output&, int);
-template void feed_forward(const Rows&, const Weight<bf16>&, const Weight<bf16>&, float*, int);
-template void feed_forward(const Rows&, const Weight<float>&, const Weight<float>&, float*, int);
+template void feed_forward(const Rows&, const Weight<bf16>&, const Weight<bf16>&, Activation, float*, int);
+template void feed_forward(const Rows&, const Weight<float>&, const Weight<float>&, Activation, float*, int);
 template void pack(const bf16*, int64_t, int64_t, bf16*, int);
 template void pack(const float*, int64_t, int64_t, float*, int);
-template void unpack_columns(const bf16*, int64_t, const int64_t*, int64_t, float*, int);
-template void unpack_columns(const float*, int64_t, const int64_t*, int64_t, float*, int);
+template void unpack_columns(const bf16*, int64_t, const int64_t*, int64_t, float, float*, int);
+template void unpack_columns(const float*, int64_t, const int64_t*, int64_t, float, float*, int);
 
 }  // namespace miniserve

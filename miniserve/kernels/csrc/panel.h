@@ -23,9 +23,9 @@ class PanelOutput {
                              : put<E, false>(sums, first_row, count, panel);
       case Epilogue::kAdd:
         return put<float, true>(sums, first_row, count, panel);
-      case Epilogue::kSiluGate:
+      case Epilogue::kGate:
         return put_gated(sums, first_row, count, panel);
-      case Epilogue::kSiluTiles:
+      case Epilogue::kGateTiles:
         return put_in_tiles(sums, first_row, count, panel);
     }
   }
@@ -54,7 +54,18 @@ class PanelOutput {
   }
 
   // A panel's first half are gates, its second half is what they let through.
-  static Vec gated(const float* sums) { return silu(load(sums)) * load(sums + kLanes); }
+  Vec gated(const float* sums) const {
+    const Vec gate = load(sums), up = load(sums + kLanes);
+    switch (out_.activation) {
+      case Activation::kSilu:
+        return silu(gate) * up;
+      case Activation::kGeluTanh:
+        return gelu_tanh(gate) * up;
+      case Activation::kClampedSwiglu:
+        return clamped_swiglu(gate, up);
+    }
+    return zeros();
+  }
 
   void put_gated(const float* sums, int64_t first_row, int64_t count, int64_t panel) const {
     const int64_t columns = columns_ / 2, left = columns - panel * kLanes;

@@ -418,8 +418,8 @@ void pack_grid(const Grid& grid, const uint8_t* codes, const uint16_t* scales, c
   });
 }
 
-void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float* out,
-                              int num_threads) {
+void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float factor,
+                              float* out, int num_threads) {
   const Grid& grid = weight.grid;
   const int64_t chunks = num_chunks(grid), bytes = chunk_bytes(grid);
   const int k_size = chunk_k(grid);
@@ -440,9 +440,9 @@ void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids,
           if (grid.has_offsets) std::memcpy(&halves[1], at + kHalvesBytes, sizeof(uint16_t));
           scale = half_to_float(halves[0]);
         }
-        out[i * grid.size + k] = grid.has_offsets
-                                     ? scale * static_cast<float>(code) + half_to_float(halves[1])
-                                     : scale * static_cast<float>(code - zero_of(grid));
+        const float element = grid.has_offsets ? scale * static_cast<float>(code) + half_to_float(halves[1])
+                                               : scale * static_cast<float>(code - zero_of(grid));
+        out[i * grid.size + k] = factor * element;
       }
     }
   });

@@ -52,8 +52,15 @@ void for_dtype(ScalarType dtype, const char* name, F f) {
 Epilogue epilogue_of(const std::string& name) {
   if (name == "store") return Epilogue::kStore;
   if (name == "add") return Epilogue::kAdd;
-  STD_TORCH_CHECK(name == "silu_gate", "epilogue: expected store, add or silu_gate, got ", name);
-  return Epilogue::kSiluGate;
+  STD_TORCH_CHECK(name == "gate", "epilogue: expected store, add or gate, got ", name);
+  return Epilogue::kGate;
+}
+
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  STD_TORCH_CHECK(name == "clamped_swiglu", "activation: expected silu, gelu_tanh or clamped_swiglu, got ", name);
+  return Activation::kClampedSwiglu;
 }
 
 void check_packed(const Tensor& packed, int64_t columns, int64_t size, const char* name = "packed") {
@@ -70,28 +77,29 @@ struct Call {
 };
 
 Call call_of(const Tensor& x, int64_t columns, const std::optional<Tensor>& norm, double eps,
-             const std::string& epilogue, ScalarType dtype, const Tensor& out) {
+             const std::string& epilogue, const std::string& activation, ScalarType dtype, const Tensor& out) {
   const bool is_float = x.scalar_type() == ScalarType::Float;
   check(x, "x", is_float ? ScalarType::Float : dtype, 2);
   const bool out_is_float = out.scalar_type() == ScalarType::Float;
   check(out, "out", out_is_float ? ScalarType::Float : dtype, 2);
   const Epilogue kind = epilogue_of(epilogue);
-  const bool gate = kind == Epilogue::kSiluGate;
+  const bool gate = kind == Epilogue::kGate;
   STD_TORCH_CHECK(kind == Epilogue::kStore || out_is_float == (kind == Epilogue::kAdd || dtype == ScalarType::Float),
                   "out: expected float32 to add to, and the layer's dtype behind a gate");
   STD_TORCH_CHECK(out.size(0) == x.size(0) && out.size(1) == (gate ? columns / 2 : columns), "out: of ", out.size(0),
                   " by ", out.size(1), ", which does not fit ", x.size(0), " rows and ", columns, " columns");
   const Rows rows{x.data_ptr(), is_float, x.size(0), x.size(1), optional_floats(norm, "norm", x.size(1)),
                   static_cast<float>(eps)};
-  return {rows, {out.data_ptr(), out_is_float, kind}};
+  return {rows, {out.data_ptr(), out_is_float, kind, activation_of(activation)}};
 }
 
 int64_t whole_panels(int64_t columns) { return (columns + kChunk - 1) / kChunk * kChunk; }
 
 void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& norm, double eps, const std::string& epilogue, const Tensor& out) {
+               const std::optional<Tensor>& norm, double eps, const std::string& epilogue,
+               const std::string& activation, const Tensor& out) {
   const ScalarType dtype = packed.scalar_type();
-  const Call call = call_of(x, columns, norm, eps, epilogue, dtype, out);
+  const Call call = call_of(x, columns, norm, eps, epilogue, activation, dtype, out);
   check_packed(packed, columns, x.size(1));
   const float* bias_data = optional_floats(bias, "bias", whole_panels(columns));
   for_dtype(dtype, "packed", [&](auto* type) {
@@ -105,7 +113,7 @@ void linear_op(const Tensor& x, const Tensor& packed, int64_t columns, const std
 
 void feed_forward_op(const Tensor& residual, const Tensor& gate_up, const std::optional<Tensor>& gate_up_bias,
                      const Tensor& down, const std::optional<Tensor>& down_bias, int64_t intermediate,
-                     const std::optional<Tensor>& norm, double eps) {
+                     const std::optional<Tensor>& norm, double eps, const std::string& activation) {
   check(residual, "residual", ScalarType::Float, 2);
   const int64_t size = residual.size(1);
   check_packed(gate_up, 2 * intermediate, size, "gate_up");
@@ -120,8 +128,39 @@ void feed_forward_op(const Tensor& residual, const Tensor& gate_up, const std::o
     using E = std::remove_pointer_t<decltype(type)>;
     const Weight<E> first{static_cast<const E*>(gate_up.data_ptr()), 2 * intermediate, size, gate_up_bias_data};
     const Weight<E> second{static_cast<const E*>(down.data_ptr()), size, intermediate, down_bias_data};
-    perform({rows.count, 0}, [=](const Sizes& sizes, int threads) {
-      feed_forward(rows.first(sizes.num_tokens), first, second, data, threads);
+    perform({rows.count, 0}, [=, gate = activation_of(activation)](const Sizes& sizes, int threads) {
+      feed_forward(rows.first(sizes.num_tokens), first, second, gate, data, threads);
+    });
+  });
+}
+
+void add_op(const Tensor& residual, const Tensor& x, const std::optional<Tensor>& norm, double eps, double scale) {
+  check(residual, "residual", ScalarType::Float, 2);
+  check(x, "x", x.scalar_type(), 2);
+  const int64_t size = x.size(1);
+  STD_TORCH_CHECK(residual.size(0) == x.size(0) && residual.size(1) == size, "x: of ", x.size(0), " by ", size,
+                  ", which does not fit the residual stream");
+  const bool is_float = x.scalar_type() == ScalarType::Float;
+  const Rows rows{x.data_ptr(), is_float, x.size(0), size, optional_floats(norm, "norm", size), static_cast<float>(eps)};
+  auto* data = static_cast<float*>(residual.data_ptr());
+  for_dtype(x.scalar_type(), "x", [&](auto* type) {
+    using E = std::remove_pointer_t<decltype(type)>;
+    perform({rows.count, 0}, [=, factor = static_cast<float>(scale)](const Sizes& sizes, int threads) {
+      add_rows<E>(rows.first(sizes.num_tokens), factor, data, threads);
+    });
+  });
+}
+
+void normalise_op(const Tensor& x, int64_t first, const Tensor& norm, double eps) {
+  check(x, "x", x.scalar_type(), 2);
+  check(norm, "norm", ScalarType::Float, 1);
+  const int64_t stride = x.size(1), size = norm.size(0);
+  STD_TORCH_CHECK(first >= 0 && first + size <= stride, "x: has no ", size, " columns from ", first, " on");
+  const auto* weight = static_cast<const float*>(norm.data_ptr());
+  for_dtype(x.scalar_type(), "x", [&](auto* type) {
+    auto* data = static_cast<std::remove_pointer_t<decltype(type)>*>(x.data_ptr()) + first;
+    perform({x.size(0), 0}, [=](const Sizes& sizes, int threads) {
+      normalise_rows(data, sizes.num_tokens, stride, size, weight, static_cast<float>(eps), threads);
     });
   });
 }
@@ -150,7 +189,7 @@ const int64_t* ids_of(const Tensor& ids, const Tensor& out) {
   return static_cast<const int64_t*>(ids.data_ptr());
 }
 
-void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, const Tensor& out) {
+void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids, double scale, const Tensor& out) {
   const int64_t* id_data = ids_of(ids, out);
   check_packed(packed, columns, out.size(1));
   for_dtype(packed.scalar_type(), "packed", [&](auto* type) {
@@ -159,7 +198,7 @@ void unpack_columns_op(const Tensor& packed, int64_t columns, const Tensor& ids,
     auto* out_data = static_cast<float*>(out.data_ptr());
     perform({ids.size(0), 0}, [=, size = out.size(1)](const Sizes& sizes, int threads) {
       check_ids(id_data, sizes.num_tokens, columns);
-      unpack_columns(data, size, id_data, sizes.num_tokens, out_data, threads);
+      unpack_columns(data, size, id_data, sizes.num_tokens, static_cast<float>(scale), out_data, threads);
     });
   });
 }
@@ -184,9 +223,9 @@ QuantisedWeight quantised_of(const Tensor& packed, const std::optional<Tensor>& 
 void linear_quantised_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
                          int64_t bits, bool has_offsets, int64_t num_digits, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& norm, double eps, const std::string& epilogue,
-                         const Tensor& out) {
+                         const std::string& activation, const Tensor& out) {
   const ScalarType dtype = x.scalar_type() == ScalarType::Float ? out.scalar_type() : x.scalar_type();
-  const Call call = call_of(x, columns, norm, eps, epilogue, dtype, out);
+  const Call call = call_of(x, columns, norm, eps, epilogue, activation, dtype, out);
   const QuantisedWeight weight = quantised_of(packed, scales, columns, x.size(1), bits, has_offsets, bias);
   STD_TORCH_CHECK(num_digits == 1 || num_digits == 2, "num_digits: expected 1 or 2, got ", num_digits);
   for_dtype(dtype, "x", [&](auto* type) {
@@ -220,13 +259,13 @@ void pack_grid_op(const Tensor& codes, const std::optional<Tensor>& scales, cons
 }
 
 void unpack_quantised_columns_op(const Tensor& packed, const std::optional<Tensor>& scales, int64_t columns,
-                                 int64_t bits, bool has_offsets, const Tensor& ids, const Tensor& out) {
+                                 int64_t bits, bool has_offsets, const Tensor& ids, double scale, const Tensor& out) {
   const int64_t* id_data = ids_of(ids, out);
   const QuantisedWeight weight = quantised_of(packed, scales, columns, out.size(1), bits, has_offsets, {});
   auto* out_data = static_cast<float*>(out.data_ptr());
   perform({ids.size(0), 0}, [=](const Sizes& sizes, int threads) {
     check_ids(id_data, sizes.num_tokens, columns);
-    unpack_quantised_columns(weight, id_data, sizes.num_tokens, out_data, threads);
+    unpack_quantised_columns(weight, id_data, sizes.num_tokens, static_cast<float>(scale), out_data, threads);
   });
 }
 
@@ -266,7 +305,7 @@ void check_step(const Step& step, int64_t num_blocks, int64_t block_size, int64_
 
 void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<Tensor>& rope,
                   const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps, double scale,
-                  double soft_cap, int64_t window, const Tensor& cache, const Tensor& query_start,
+                  double soft_cap, int64_t window, const std::optional<Tensor>& sinks, const Tensor& cache, const Tensor& query_start,
                   const Tensor& seq_lens, const Tensor& block_tables, const Tensor& out) {
   const ScalarType dtype = qkv.scalar_type();
   check(qkv, "qkv", dtype, 3);
@@ -300,6 +339,7 @@ void attention_op(const Tensor& qkv, int64_t num_kv_heads, const std::optional<T
   heads.scale = static_cast<float>(scale);
   heads.soft_cap = static_cast<float>(soft_cap);
   heads.window = window;
+  heads.sinks = optional_floats(sinks, "sinks", num_heads);
   for_dtype(dtype, "qkv", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
     auto* qkv_data = static_cast<E*>(qkv.data_ptr());
@@ -415,23 +455,25 @@ void forget_op(int64_t recording) { forget(recording); }
 MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
   library.def(
       "linear(Tensor x, Tensor packed, int columns, Tensor? bias, Tensor? norm, float eps, str epilogue, "
-      "Tensor(a!) out) -> ()");
+      "str activation, Tensor(a!) out) -> ()");
   library.def(
       "feed_forward(Tensor(a!) residual, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
-      "int intermediate, Tensor? norm, float eps) -> ()");
+      "int intermediate, Tensor? norm, float eps, str activation) -> ()");
+  library.def("add(Tensor(a!) residual, Tensor x, Tensor? norm, float eps, float scale) -> ()");
+  library.def("normalise(Tensor(a!) x, int first, Tensor norm, float eps) -> ()");
   library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
-  library.def("unpack_columns(Tensor packed, int columns, Tensor ids, Tensor(a!) out) -> ()");
+  library.def("unpack_columns(Tensor packed, int columns, Tensor ids, float scale, Tensor(a!) out) -> ()");
   library.def(
       "linear_quantised(Tensor x, Tensor packed, Tensor? scales, int columns, int bits, bool has_offsets, "
-      "int num_digits, Tensor? bias, Tensor? norm, float eps, str epilogue, Tensor(a!) out) -> ()");
+      "int num_digits, Tensor? bias, Tensor? norm, float eps, str epilogue, str activation, Tensor(a!) out) -> ()");
   library.def("pack_grid(Tensor codes, Tensor? scales, Tensor? offsets, int bits, Tensor(a!) packed) -> ()");
   library.def(
       "unpack_quantised_columns(Tensor packed, Tensor? scales, int columns, int bits, bool has_offsets, Tensor ids, "
-      "Tensor(a!) out) -> ()");
+      "float scale, Tensor(a!) out) -> ()");
   library.def(
       "attention(Tensor(a!) qkv, int num_kv_heads, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float eps, "
-      "float scale, float soft_cap, int window, Tensor(b!) cache, Tensor query_start, Tensor seq_lens, "
-      "Tensor block_tables, Tensor(c!) out) -> ()");
+      "float scale, float soft_cap, int window, Tensor? sinks, Tensor(b!) cache, Tensor query_start, "
+      "Tensor seq_lens, Tensor block_tables, Tensor(c!) out) -> ()");
   library.def("forbid(Tensor logits, Tensor masks, Tensor(a!) out) -> ()");
   library.def("largest_of_rows(Tensor logits, Tensor(a!) ids, Tensor(b!) values) -> ()");
   library.def(
@@ -448,6 +490,8 @@ MINISERVE_LIBRARY(MINISERVE_NAMESPACE, library) {
 MINISERVE_LIBRARY_IMPL(MINISERVE_NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear_op));
   library.impl("feed_forward", TORCH_BOX(&feed_forward_op));
+  library.impl("add", TORCH_BOX(&add_op));
+  library.impl("normalise", TORCH_BOX(&normalise_op));
   library.impl("pack", TORCH_BOX(&pack_op));
   library.impl("unpack_columns", TORCH_BOX(&unpack_columns_op));
   library.impl("linear_quantised", TORCH_BOX(&linear_quantised_op));

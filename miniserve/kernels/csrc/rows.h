@@ -22,8 +22,9 @@ class InputRow {
  public:
   InputRow() = default;
   InputRow(const Rows& rows, int64_t m)
-      : x_(static_cast<const T*>(rows.data) + m * rows.size), size_(rows.size), norm_(rows.norm) {
-    if (norm_) inverse_ = 1.0f / root_mean_square(rows.eps);
+      : InputRow(static_cast<const T*>(rows.data) + m * rows.size, rows.size, rows.norm, rows.eps) {}
+  InputRow(const T* x, int64_t size, const float* norm, float eps) : x_(x), size_(size), norm_(norm) {
+    if (norm_) inverse_ = 1.0f / root_mean_square(eps);
   }
 
   // Sixteen elements from k; zeros behind the row's end.

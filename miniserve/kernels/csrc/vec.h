@@ -446,6 +446,21 @@ inline Vec exp(Vec x) {
 
 inline Vec silu(Vec x) { return x / (broadcast(1.0f) + exp(zeros() - x)); }
 
+// Its tanh form: (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+inline Vec gelu_tanh(Vec x) {
+  const Vec y = x * fma(x * x, broadcast(0.044715f), broadcast(1.0f)) * broadcast(0.797884561f);
+  return x / (broadcast(1.0f) + exp(zeros() - y - y));
+}
+
+// Of gpt-oss: both clamped, a steeper sigmoid, and `up` around one.
+inline Vec clamped_swiglu(Vec gate, Vec up) {
+  const Vec limit = broadcast(7.0f);
+  gate = min(limit, gate);  // in this order NaN stays NaN
+  up = max(zeros() - limit, min(limit, up));
+  const Vec sigmoid = broadcast(1.0f) / (broadcast(1.0f) + exp(gate * broadcast(-1.702f)));
+  return (up + broadcast(1.0f)) * gate * sigmoid;
+}
+
 inline Vec tanh(Vec x) {
   const Vec e = exp(x + x);
   return broadcast(1.0f) - broadcast(2.0f) / (e + broadcast(1.0f));
