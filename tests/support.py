@@ -9,7 +9,23 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from miniserve.outputs import RequestOutput
@@ -29,12 +45,54 @@ TINY_SHAPE: dict[str, Any] = {
     "initializer_range": 0.25,
     "eos_token_id": None,
     "bos_token_id": None,
+    "pad_token_id": None,
 }
-FAMILIES: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
+WINDOW = 16
+# What each family's tiny models have beyond that: all that sets the family apart, and a window that prompts exceed.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    # Tied, a random model repeats its last token for ever.
+    "gemma2": (
+        Gemma2Config,
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"sliding_window": WINDOW, "num_hidden_layers": 7, "tie_word_embeddings": False},
+    ),
+    "smollm3": (SmolLM3Config, {"num_hidden_layers": 5}),
+    "phi3": (
+        Phi3Config,
+        {
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (Olmo3Config, {"sliding_window": WINDOW, "num_hidden_layers": 5}),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.25,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "gpt_oss": (GptOssConfig, {"sliding_window": WINDOW, "num_local_experts": 8, "num_experts_per_tok": 3}),
 }
 
 
@@ -48,7 +106,8 @@ def embedded_gguf() -> Path:
 def tiny_model(folder: Path, family: str, **overrides: Any) -> PreTrainedModel:
     """Save a random model of `family` with a byte-level tokenizer to `folder`; returns it, in fp32."""
     torch.manual_seed(0)
-    config = FAMILIES[family](**{**TINY_SHAPE, **overrides})
+    config_class, own = FAMILIES[family]
+    config = config_class(**{**TINY_SHAPE, **own, **overrides})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     # Biases start as zeros and norms as ones, which would hide a missing or swapped one.
     with torch.no_grad():

@@ -63,7 +63,7 @@ def parse_gguf_config(file: GGUFFile) -> ParsedConfig:
     _refuse_unsupported(fields, family.gguf_keys)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    head_dim, rotary_dim = _head_dims(fields, hidden_size // num_heads)
+    head_dim, rotary_dim = _head_dims(fields, family, hidden_size // num_heads)
     max_positions = fields.integer("context_length")
     rope = _rope(file, fields, rotary_dim, max_positions)
     length, notes = usable_length(max_positions, rope)
@@ -120,12 +120,16 @@ def _refuse_unsupported(fields: Fields, known: frozenset[str]) -> None:
             raise UnsupportedModelError(f"{fields.source}.{key} = {value!r} is not supported")
 
 
-def _head_dims(fields: Fields, default: int) -> tuple[int, int]:
+def _head_dims(fields: Fields, family: Family, default: int) -> tuple[int, int]:
     """Of a head: all dimensions, and those that RoPE turns."""
     rotated = fields.optional_integer("rope.dimension_count")
     head_dim = fields.integer("attention.key_length", rotated or max(default, 1))
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{fields.source}: keys and values of different sizes are not supported")
+    if rotated is not None and rotated != head_dim and not family.partial_rotary:
+        raise UnsupportedModelError(
+            f"{fields.source}: RoPE over {rotated} of {head_dim} head dimensions is not supported for {family.name}"
+        )
     return head_dim, rotated or head_dim
 
 
@@ -155,7 +159,7 @@ def _rope(file: GGUFFile, fields: Fields, rotary_dim: int, max_positions: int) -
     rope = RopeConfig(
         type=_ROPE_TYPES.get(scaling, scaling),
         theta=theta,
-        factor=1.0 if scaling == "none" else fields.number("rope.scaling.factor"),
+        factor=1.0 if scaling in ("none", "longrope") else fields.number("rope.scaling.factor"),
         original_max_position_embeddings=fields.integer("rope.scaling.original_context_length", max_positions),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),

@@ -16,7 +16,6 @@ _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 4,
     "sliding_window": 4096,
-    "head_dim": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }

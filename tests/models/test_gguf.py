@@ -14,7 +14,7 @@ from miniserve.errors import CheckpointError, UnsupportedModelError
 from miniserve.models.gguf import QUANT_TYPES, GGUFFile, SkippedArray
 
 # The package can quantise to these; the K types are made from random blocks.
-WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 
@@ -68,7 +68,7 @@ def test_metadata_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quant", WRITABLE + K_TYPES)
 def test_every_type_is_dequantised_as_the_package_does(tmp_path: Path, quant: str) -> None:
     # More blocks than one chunk holds, and a last chunk that is not full.
-    shape = (700, 256) if quant.startswith("Q") and quant not in K_TYPES else (4100, 256)
+    shape = (700, 256) if quant.startswith(("Q", "MX")) and quant not in K_TYPES else (4100, 256)
     file = GGUFFile(write_file(tmp_path / "a.gguf", (quant,), shape))
     (tensor,) = file.tensors
     expected = gguf.dequantize(stored_values(quant, shape), gguf.GGMLQuantizationType[quant])

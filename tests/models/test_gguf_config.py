@@ -129,11 +129,9 @@ def test_rope_scaling_keys(parse: Parse) -> None:
     assert yarn.max_position_embeddings == 256
 
 
-def test_a_sliding_window_limits_the_length(parse: Parse) -> None:
-    parsed = parse({"attention.sliding_window": 50})
-    assert parsed.config.max_position_embeddings == 50
-    assert "50 tokens" in parsed.notes[0]
-    assert parse({"attention.sliding_window": 0}).config.max_position_embeddings == 128
+def test_a_sliding_window_is_that_of_all_layers(parse: Parse) -> None:
+    assert [layer.window for layer in parse({"attention.sliding_window": 50}).config.layers] == [50, 50]
+    assert [layer.window for layer in parse({"attention.sliding_window": 0}).config.layers] == [None, None]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -161,7 +159,7 @@ def test_other_rope_factors_are_refused_by_name(parse: Parse) -> None:
         ({"embedding_length": "wide"}, CheckpointError, "embedding_length must be"),
         ({"attention.head_count_kv": [2, 1]}, UnsupportedModelError, "head_count_kv differs between layers"),
         ({"expert_count": 8}, UnsupportedModelError, "expert_count = 8"),
-        ({"rope.scaling.type": "longrope"}, UnsupportedModelError, "longrope"),
+        ({"rope.scaling.type": "longrope"}, CheckpointError, "short_factor"),
         ({"rope.scaling.type": "linear"}, CheckpointError, "rope.scaling.factor is missing"),
         ({"attention.key_length": 16, "attention.value_length": 8}, UnsupportedModelError, "different sizes"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
+from miniserve.models.config import ModelConfig, RopeConfig
 from miniserve.models.fields import Fields
 from miniserve.models.hf_config import ParsedConfig, parse_config
 from tests.models.ropes import only_rope
@@ -30,6 +31,15 @@ def parse(config: dict[str, Any], generation: dict[str, Any] | None = None) -> P
         ("mistral", "MistralForCausalLM"),
         ("qwen2", "Qwen2ForCausalLM"),
         ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("smollm3", "SmolLM3ForCausalLM"),
+        ("phi3", "Phi3ForCausalLM"),
+        ("olmo2", "Olmo2ForCausalLM"),
+        ("olmo3", "Olmo3ForCausalLM"),
+        ("granite", "GraniteForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM"),
     ],
 )
 def test_omitted_fields_mean_what_transformers_says(model_type: str, architecture: str) -> None:
@@ -39,21 +49,43 @@ def test_omitted_fields_mean_what_transformers_says(model_type: str, architectur
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 7,
         "num_attention_heads": 32,
     }
     reference = AutoConfig.for_model(model_type, **shapes)
     config = parse({"architectures": [architecture], **shapes}).config
-    window = getattr(reference, "sliding_window", None) or reference.max_position_embeddings
     expected_kv_heads = reference.num_key_value_heads or reference.num_attention_heads
     assert config.num_kv_heads == expected_kv_heads
     assert config.head_dim == (getattr(reference, "head_dim", None) or 64 // 32)
     assert config.rms_norm_eps == reference.rms_norm_eps
-    assert only_rope(config).theta == reference.rope_parameters["rope_theta"]
-    assert only_rope(config).type == reference.rope_parameters["rope_type"] == "default"
+    assert [layer.window for layer in config.layers] == expected_windows(reference)
+    assert [None if rope is None else (rope.type, rope.theta) for rope in ropes(config)] == expected_ropes(reference)
     assert config.tie_word_embeddings == reference.tie_word_embeddings
-    assert config.max_position_embeddings == min(window, reference.max_position_embeddings)
+    assert config.max_position_embeddings == reference.max_position_embeddings
     assert config.eos_token_ids == (set() if reference.eos_token_id is None else {reference.eos_token_id})
+
+
+def expected_windows(reference: Any) -> list[int | None]:
+    window = getattr(reference, "sliding_window", None)
+    types = getattr(reference, "layer_types", None) or ["sliding_attention"] * reference.num_hidden_layers
+    return [window if layer_type == "sliding_attention" else None for layer_type in types]
+
+
+def ropes(config: ModelConfig) -> list[RopeConfig | None]:
+    return [layer.rope for layer in config.layers]
+
+
+def expected_ropes(reference: Any) -> list[tuple[str, float] | None]:
+    """Type and theta of each layer's; None where it knows no positions."""
+    parameters, layers = reference.rope_parameters, range(reference.num_hidden_layers)
+    turns = getattr(reference, "no_rope_layers", None) or [1] * reference.num_hidden_layers
+    of_layers = [
+        parameters.get(reference.layer_types[i], parameters) if "full_attention" in parameters else parameters
+        for i in layers
+    ]
+    return [
+        (rope["rope_type"], rope["rope_theta"]) if turn else None for rope, turn in zip(of_layers, turns, strict=True)
+    ]
 
 
 def test_biases_and_norms_per_family(tiny: dict[str, Any]) -> None:
@@ -90,8 +122,8 @@ def test_both_spellings_of_rope_give_the_same(tiny: dict[str, Any], spelling: di
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
-        ({"rope_type": "su", "factor": 2.0}, "su"),
+        ({"rope_type": "proportional", "factor": 2.0}, "proportional"),
+        ({"rope_type": "xpos", "factor": 2.0}, "xpos"),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "alpha"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}, "layer type"),
@@ -134,16 +166,18 @@ def test_dynamic_rope_stays_within_the_original_context(tiny: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields", "length"),
+    ("architecture", "fields", "windows"),
     [
-        ("MistralForCausalLM", {"sliding_window": 50}, 50),
-        ("MistralForCausalLM", {"sliding_window": None}, 128),
-        ("MistralForCausalLM", {"sliding_window": 500}, 128),
-        ("LlamaForCausalLM", {"sliding_window": 50}, 128),
-        ("Qwen2ForCausalLM", {"sliding_window": 50}, 128),
-        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}, 128),
-        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 1}, 50),
-        ("Qwen3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 0}, 50),
+        ("MistralForCausalLM", {"sliding_window": 50}, [50, 50]),
+        ("MistralForCausalLM", {"sliding_window": None}, [None, None]),
+        ("LlamaForCausalLM", {"sliding_window": 50}, [None, None]),
+        ("Phi3ForCausalLM", {"sliding_window": 50}, [50, 50]),
+        ("Qwen2ForCausalLM", {"sliding_window": 50}, [None, None]),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True}, [None, None]),
+        ("Qwen2ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 1}, [None, 50]),
+        ("Qwen3ForCausalLM", {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 0}, [50, 50]),
+        ("Gemma3ForCausalLM", {"sliding_window": 50, "sliding_window_pattern": 2}, [50, None]),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 4096]),
         (
             "Qwen3ForCausalLM",
             {
@@ -152,16 +186,16 @@ def test_dynamic_rope_stays_within_the_original_context(tiny: dict[str, Any]) ->
                 "max_window_layers": 0,
                 "layer_types": ["full_attention", "full_attention"],
             },
-            128,
+            [None, None],
         ),
     ],
 )
-def test_a_window_that_is_really_used_limits_the_length(
-    tiny: dict[str, Any], architecture: str, fields: dict[str, Any], length: int
+def test_which_layers_have_a_window(
+    tiny: dict[str, Any], architecture: str, fields: dict[str, Any], windows: list[int | None]
 ) -> None:
     parsed = parse({**tiny, "architectures": [architecture], **fields})
-    assert parsed.config.max_position_embeddings == length
-    assert bool(parsed.notes) == (length < 128)
+    assert [layer.window for layer in parsed.config.layers] == windows
+    assert parsed.config.max_position_embeddings == 128 and not parsed.notes
 
 
 def test_end_tokens_are_the_union_of_both_files(tiny: dict[str, Any]) -> None:
@@ -189,7 +223,7 @@ def test_head_dim_is_explicit_or_derived(tiny: dict[str, Any]) -> None:
         ({"vocab_size": "many"}, CheckpointError, "vocab_size must be a positive integer, got 'many'"),
         ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, CheckpointError, "4 attention heads cannot share 3"),
-        ({"head_dim": 7}, CheckpointError, "even"),
+        ({"head_dim": 7}, CheckpointError, "pairs of dimensions, and a head has 7"),
         ({"rms_norm_eps": "x"}, CheckpointError, "rms_norm_eps"),
         ({"rope_theta": 0.5}, CheckpointError, "rope_theta"),
         ({"eos_token_id": ["x"]}, CheckpointError, "eos_token_id"),

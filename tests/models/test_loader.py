@@ -92,8 +92,10 @@ def test_tensors_land_in_their_rows(save: Save, tensors: Tensors) -> None:
     assert torch.equal(filled["layers.0.attn.o.weight"], attn["o"])
     assert torch.equal(filled["layers.0.mlp.gate_up.weight"], torch.cat((gate, up)))
     assert torch.equal(filled["layers.0.mlp.down.weight"], tensors[f"{LAYER0}mlp.down_proj.weight"])
-    assert torch.equal(filled["layers.0.attn_norm.weight"], tensors[f"{LAYER0}input_layernorm.weight"])
-    assert torch.equal(filled["layers.1.mlp_norm.weight"], tensors["model.layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(filled["layers.0.attn_branch.norm.weight"], tensors[f"{LAYER0}input_layernorm.weight"])
+    assert torch.equal(
+        filled["layers.1.mlp_branch.norm.weight"], tensors["model.layers.1.post_attention_layernorm.weight"]
+    )
     assert torch.equal(filled["embed.weight"], tensors["model.embed_tokens.weight"])
     assert torch.equal(filled["head.weight"], tensors["lm_head.weight"])
     assert torch.equal(filled["norm.weight"], tensors["model.norm.weight"])
@@ -292,7 +294,7 @@ def test_gguf_tensors_are_what_transformers_makes_of_them(tmp_path: Path) -> Non
     assert_close(model, "layers.0.attn.o.weight", reference[f"{layer}self_attn.o_proj.weight"])
     assert_close(model, "layers.0.mlp.gate_up.weight", gate_up)
     assert_close(model, "layers.0.mlp.down.weight", reference[f"{layer}mlp.down_proj.weight"])
-    assert_close(model, "layers.0.mlp_norm.weight", reference[f"{layer}post_attention_layernorm.weight"])
+    assert_close(model, "layers.0.mlp_branch.norm.weight", reference[f"{layer}post_attention_layernorm.weight"])
     assert_close(model, "embed.weight", reference["model.embed_tokens.weight"])
     assert_close(model, "norm.weight", reference["model.norm.weight"])
 
@@ -415,7 +417,7 @@ def test_dummy_weights_need_only_a_config(save: Save, tmp_path: Path) -> None:
     filled = parameters(first)
     assert all(torch.equal(values, parameters(second)[name]) for name, values in filled.items())
     assert not torch.equal(filled["head.weight"], parameters(other)["head.weight"])
-    assert torch.equal(filled["layers.0.attn_norm.weight"], torch.ones(32))
+    assert torch.equal(filled["layers.0.attn_branch.norm.weight"], torch.ones(32))
     assert torch.equal(filled["layers.0.attn.qkv.bias"], torch.zeros(64))
     assert 0.01 < float(filled["head.weight"].std()) < 0.03
     assert not torch.equal(filled["layers.0.attn.o.weight"], filled["layers.1.attn.o.weight"])

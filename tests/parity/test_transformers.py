@@ -14,7 +14,7 @@ from miniserve import LLM, SamplingParams
 from miniserve.core.schedule import ScheduledRequest, SchedulerOutput
 from miniserve.runner.input_builder import build_input
 from miniserve.runner.model_runner import ModelRunner
-from tests.support import NUM_TOKEN_IDS, VOCAB_SIZE, random_prompt, reference_choices, tiny_model
+from tests.support import FAMILIES, NUM_TOKEN_IDS, VOCAB_SIZE, WINDOW, random_prompt, reference_choices, tiny_model
 
 ROPE_TYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -44,17 +44,48 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
 }
+_ORIGINAL = {"original_max_position_embeddings": 128}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-no-gqa": ("llama", {"num_key_value_heads": 4}),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral": ("mistral", {}),
     "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("qwen2", {"head_dim": 16}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "qwen3-bias-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}),
+    "qwen2-upper-layers-slide": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": 16},
+    ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-plain-shares": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3_moe-sparse-step": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-tied": ("gemma2", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-tied-linear": (
+        "gemma3",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-slides": ("smollm3", {"use_sliding_window": True, "sliding_window": WINDOW}),
+    "phi3": ("phi3", {}),
+    "phi3-plain": ("phi3", {"sliding_window": None, "rope_parameters": None}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmo3-yarn": ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **_ORIGINAL}}),
+    "granite": ("granite", {}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 
@@ -86,11 +117,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(("kernels", "block_size"), [("torch", 16), ("native", 32)], ids=["torch", "native"])
 def test_tiny_model(model: Model, kernels: str, block_size: int) -> None:
-    """Logits of a whole prompt within 1e-4, and 64 greedy tokens after prompts shorter and longer than a block."""
+    """Logits of a whole prompt within 1e-4, and 64 greedy tokens: prompts around the length of block and window."""
     reference = model.reference
     llm = LLM(str(model.folder), dtype="fp32", device="cpu", threads=1, kernels=kernels, block_size=block_size)
     assert (llm.parts.backend_name == "native") == (kernels == "native")
-    for length in (5, block_size, 61):
+    for length in (5, WINDOW - 1, WINDOW, WINDOW + 1, block_size, 61):
         prompt = random_prompt(length)
         torch.testing.assert_close(_all_logits(llm, prompt), reference_logits(reference, prompt), atol=1e-4, rtol=1e-4)
         [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
@@ -98,15 +129,37 @@ def test_tiny_model(model: Model, kernels: str, block_size: int) -> None:
         assert list(output.token_ids) == reference_choices(reference, output, NUM_TOKEN_IDS)
 
 
-def test_the_random_models_read_their_whole_context(tmp_path: Path) -> None:
-    """Guard for every test on a tiny model: changing the first token changes what comes 64 tokens later."""
-    tiny_model(tmp_path, "llama")
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+}
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(128, 60), (512, 129), (512, 200)])
+def test_longrope(tmp_path: Path, max_model_len: int, length: int) -> None:
+    """Short factors where no sequence may exceed the original context; else long ones, as in transformers beyond it."""
+    reference = tiny_model(tmp_path, "phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=128)
+    llm = LLM(str(tmp_path), dtype="fp32", device="cpu", threads=1, max_model_len=max_model_len)
+    prompt = random_prompt(length)
+    torch.testing.assert_close(_all_logits(llm, prompt), reference_logits(reference, prompt), atol=1e-4, rtol=1e-4)
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    assert list(output.token_ids) == reference_choices(reference, output, NUM_TOKEN_IDS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_random_models_read_their_whole_context(tmp_path: Path, family: str) -> None:
+    """Guard for every test on a tiny model: a changed token is seen 40 tokens later, through all windows."""
+    tiny_model(tmp_path, family)
     llm = LLM(str(tmp_path), dtype="fp32", device="cpu", threads=1)
     prompt = random_prompt(64)
-    changed = [(prompt[0] + 1) % 256, *prompt[1:]]
-    first, second = llm.generate([prompt, changed], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
-    assert first.token_ids != second.token_ids
-    assert len(set(first.token_ids)) > 8
+    changed = [*prompt[:24], (prompt[24] + 1) % 256, *prompt[25:]]
+    first, second = _all_logits(llm, prompt)[-1], _all_logits(llm, changed)[-1]
+    assert (first - second).abs().max() > 0.02
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    assert len(set(output.token_ids)) > 8
 
 
 def _all_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
