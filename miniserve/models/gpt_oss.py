@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from miniserve.errors import CheckpointError, UnsupportedModelError
-from miniserve.models.config import ExpertsConfig, ModelConfig
+from miniserve.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from miniserve.models.family import GGUF_NAMES, HF_NAMES, Family
 from miniserve.models.fields import Fields
 from miniserve.models.layer_types import check_experts, full_each, windows_by_layer_type
@@ -53,7 +53,19 @@ def _describe(fields: Fields, config: ModelConfig) -> ModelConfig:
 def _describe_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
     config = describe_gguf_experts(fields, full_each(config, _PERIOD))
     assert config.experts is not None
-    return replace(config, experts=replace(config.experts, bias=True), sinks=True, activation="clamped_swiglu")
+    return replace(
+        config,
+        layers=tuple(_untruncated(layer) for layer in config.layers),
+        experts=replace(config.experts, bias=True),
+        sinks=True,
+        activation="clamped_swiglu",
+    )
+
+
+def _untruncated(layer: LayerConfig) -> LayerConfig:
+    """With the ramp of its YaRN between pairs that are no whole numbers, which GGUF files cannot say."""
+    assert layer.rope is not None
+    return replace(layer, rope=replace(layer.rope, truncate=False))
 
 
 def unstack(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
