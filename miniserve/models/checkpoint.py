@@ -95,7 +95,9 @@ def locate_tokenizer(name: str) -> Path:
         CheckpointError, HubError: there is no such thing.
     """
     path = _local_path(name)
-    return hub.download(name, None, weights=False) if path is None else path
+    if path is None:
+        return hub.download(name, None, weights=False)
+    return (_only_gguf(path) or path) if path.is_dir() else path
 
 
 def _local_path(model: str) -> Path | None:
@@ -134,6 +136,9 @@ def _open_gguf(name: str, path: Path, weights: bool) -> Checkpoint:
 
 
 def _open_folder(name: str, folder: Path, weights: bool) -> Checkpoint:
+    only_gguf = _only_gguf(folder)
+    if only_gguf is not None:
+        return _open_gguf(name, only_gguf, weights)
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"{folder}: {_CONFIG} is missing{_gguf_hint(folder)}")
     config = _read_json(folder / _CONFIG)
@@ -196,6 +201,12 @@ def _read_json(path: Path) -> Fields:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold an object, it holds {type(values).__name__}")
     return Fields(str(path), values)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The folder's one GGUF file, where it holds no other checkpoint."""
+    files = [] if (folder / _CONFIG).is_file() else list(folder.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
 
 
 def _gguf_hint(folder: Path) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from miniserve.errors import CheckpointError, ConfigError
 from miniserve.models import hub
-from miniserve.models.checkpoint import open_checkpoint
+from miniserve.models.checkpoint import locate_tokenizer, open_checkpoint
 from tests.models.ropes import only_rope
+from tests.support import embedded_gguf
 
 WriteJson = Callable[[str, Any], Path]
 
@@ -109,8 +110,17 @@ def test_a_folder_of_bin_files_asks_for_safetensors(
         open_checkpoint(str(tmp_path))
 
 
+def test_a_folder_of_one_gguf_file_is_that_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.symlink_to(embedded_gguf())
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.is_gguf and checkpoint.path == file and checkpoint.name == str(tmp_path)
+    assert locate_tokenizer(str(tmp_path)) == file
+
+
 def test_a_folder_of_gguf_files_names_one(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_0.gguf").touch()
+    (tmp_path / "model.Q8_0.gguf").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing; .*model\.Q4_0\.gguf"):
         open_checkpoint(str(tmp_path))
 
