@@ -26,6 +26,8 @@ KV_CACHE_DTYPES = ("auto", "int8")
 # What the native attention likes best; elsewhere smaller blocks share more.
 NATIVE_BLOCK_SIZE = 32
 DEFAULT_BLOCK_SIZE = 16
+# What FlashAttention 2 needs; its successors take smaller ones.
+FLASH_BLOCK_SIZE = 256
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("model", "none")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -115,7 +117,8 @@ class EngineConfig:
     )
     block_size: int | None = _flag(
         None,
-        f"tokens per KV block; default: {NATIVE_BLOCK_SIZE} with native kernels, else {DEFAULT_BLOCK_SIZE}",
+        f"tokens per KV block; default: {NATIVE_BLOCK_SIZE} with native kernels, else {DEFAULT_BLOCK_SIZE}, or "
+        f"{FLASH_BLOCK_SIZE} where FlashAttention needs it",
         parse=int,
     )
     kernels: str = _flag(
@@ -140,7 +143,7 @@ class EngineConfig:
         "auto", "native, sdpa, torch (the plain reference) or flash_attn", choices=ATTENTION_BACKENDS
     )
     prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
-    cuda_graphs: bool = _flag(False, "replay decode steps as CUDA graphs; CUDA only")
+    cuda_graphs: bool = _flag(False, "replay decode steps as CUDA graphs; CUDA with flash_attn only")
     seed: int | None = _flag(None, "seed of requests without a seed of their own, and of dummy weights", parse=int)
     threads: int | None = _flag(None, "CPU threads for computing; default: physical cores", parse=int)
 
@@ -238,6 +241,7 @@ class ResolvedConfig:
     kv_cache_dtype: str
     attention_backend: str
     prefix_caching: bool
+    cuda_graphs: bool
     seed: int | None
     threads: int
     notes: tuple[str, ...] = ()  # what was asked and will not happen, and why
@@ -265,9 +269,8 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
     notes = []
     if asked.max_model_len > model_max_len:
         notes.append(f"max_model_len is {model_max_len}, the model's own limit")
-    if asked.cuda_graphs:
-        cause = "this version has none" if device == "cuda" else f"the device is {device}"
-        notes.append(f"--cuda-graphs is ignored: {cause}")
+    if asked.cuda_graphs and device != "cuda":
+        notes.append(f"--cuda-graphs is ignored: the device is {device}")
     return ResolvedConfig(
         device=device,
         dtype=machine.native_dtype(device) if dtype == "auto" else dtype,
@@ -280,6 +283,7 @@ def resolve(asked: EngineConfig, machine: Machine, *, model_max_len: int) -> Res
         kv_cache_dtype=asked.kv_cache_dtype,
         attention_backend=asked.attention_backend,
         prefix_caching=asked.prefix_caching,
+        cuda_graphs=asked.cuda_graphs and device == "cuda",
         seed=asked.seed,
         threads=asked.threads or machine.physical_cores,
         notes=tuple(notes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,22 @@ def free_memory(device: str) -> int:
     if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return available_ram()
+
+
+def memory_of(compute: Callable[[], object]) -> int:
+    """Bytes that a computation on the CUDA device needs beside what is allocated: the peak of its second run.
+
+    The first one also makes what libraries make only once.
+    """
+    import torch
+
+    compute()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    compute()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
 
 
 def available_ram() -> int:

@@ -176,11 +176,12 @@ def test_the_models_own_limit() -> None:
     assert settle(model_max_len=8192).max_model_len == 4096
 
 
-def test_cuda_graphs_are_noted_and_ignored() -> None:
-    [note] = settle(CPU, cuda_graphs=True).notes
-    assert note.startswith("--cuda-graphs is ignored") and "cpu" in note
-    [note] = settle(CUDA, cuda_graphs=True).notes
-    assert note.startswith("--cuda-graphs is ignored")
+def test_cuda_graphs_are_for_cuda() -> None:
+    on_cpu, on_cuda = settle(CPU, cuda_graphs=True), settle(CUDA, cuda_graphs=True)
+    assert not on_cpu.cuda_graphs and on_cuda.cuda_graphs and not settle(CUDA).cuda_graphs
+    [note] = on_cpu.notes
+    assert note == "--cuda-graphs is ignored: the device is cpu"
+    assert on_cuda.notes == ()
 
 
 def test_what_is_passed_on() -> None:

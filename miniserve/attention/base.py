@@ -83,6 +83,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    # Whether a plan of one token a request only computes on the device, so that a CUDA graph may hold it.
+    can_capture: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -93,6 +95,11 @@ class AttentionBackend(ABC):
         self.dtype = dtype
         self.kernels = kernels
         self.cache_dtype = cache_dtype or dtype
+
+    @property
+    def label(self) -> str:
+        """Its name, as people read it."""
+        return self.name
 
     @abstractmethod
     def plan(self, metadata: AttnMetadata) -> AttentionPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def build_engine(
         on_tensor=progress,
         on_build=on_build,
     )
+    resolved = replace(resolved, block_size=runner.block_size)
     kv = KVCacheManager(runner.num_kv_blocks, resolved.block_size, prefix_caching=resolved.prefix_caching)
     scheduler = Scheduler(
         kv,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from miniserve import platform
-from miniserve.attention.base import AttentionBackend
-from miniserve.attention.native import NativeBackend, cannot_serve
-from miniserve.attention.select import select_backend
 from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
 from miniserve.errors import ConfigError
 from miniserve.kernels.load import KernelChoice, load_kernels
 from miniserve.kernels.native import DTYPES
 from miniserve.kernels.quantised import SCHEMES, Grid
 from miniserve.models.checkpoint import Checkpoint
-from miniserve.models.config import ModelConfig
 from miniserve.models.loader import init_dummy_weights, load_weights
 from miniserve.models.transformer import Transformer
+from miniserve.runner.backend import choose_backend
+from miniserve.runner.cuda_graphs import CudaGraphs, GraphRoom
 from miniserve.runner.kv_cache import allocate_kv_cache, kv_bytes_per_block
+from miniserve.runner.largest_step import largest_step
 from miniserve.runner.model_runner import ModelRunner
 
 
@@ -29,6 +29,7 @@ class RunnerParts:
     """A runner that is ready, and what was found out on the way."""
 
     runner: ModelRunner
+    block_size: int
     num_kv_blocks: int
     kv_bytes: int
     num_parameters: int
@@ -65,7 +66,8 @@ def build_runner(
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     native = _kernels(resolved, dtype, instruction_sets, on_build)
-    backend, reason = _backend(resolved, checkpoint.config, native)
+    chosen = choose_backend(asked, resolved, checkpoint.config, native)
+    backend, resolved = chosen.backend, replace(resolved, block_size=chosen.block_size)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     scheme = SCHEMES.get(resolved.quantization)
@@ -81,31 +83,33 @@ def build_runner(
     else:
         keep_grids = model.small_modules() if scheme is not None else frozenset()
         load_weights(model, checkpoint, on_tensor=on_tensor, on_module=pack, keep_grids=keep_grids)
-    bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
-    num_blocks = num_kv_blocks(
-        asked, resolved, bytes_per_block=bytes_per_block, free_bytes=platform.free_memory(resolved.device)
-    )
-    caches = allocate_kv_cache(
-        checkpoint.config, backend, num_blocks=num_blocks, block_size=resolved.block_size, device=device
-    )
-    runner = ModelRunner(
+    make_runner = partial(
+        ModelRunner,
         model,
-        caches,
-        backend,
+        backend=backend,
         block_size=resolved.block_size,
         num_token_ids=num_token_ids,
         device=device,
         seed=resolved.seed,
     )
+    bytes_per_block = kv_bytes_per_block(checkpoint.config, backend, resolved.block_size)
+    allocate = partial(allocate_kv_cache, checkpoint.config, backend, block_size=resolved.block_size, device=device)
+    free_bytes = platform.free_memory(resolved.device)
+    if resolved.device == "cuda" and asked.num_kv_blocks is None:
+        free_bytes -= _bytes_of_largest_step(resolved, lambda blocks: make_runner(allocate(num_blocks=blocks)))
+    num_blocks = num_kv_blocks(asked, resolved, bytes_per_block=bytes_per_block, free_bytes=max(free_bytes, 0))
+    runner = make_runner(allocate(num_blocks=num_blocks))
     runner.warm_up()
+    no_graphs = _capture_graphs(runner, resolved, on_build) if resolved.cuda_graphs else None
     return RunnerParts(
         runner,
+        resolved.block_size,
         num_blocks,
         num_blocks * bytes_per_block,
         num_parameters,
-        backend.name,
+        backend.label,
         "torch" if native.kernels is None else f"native ({native.kernels.instruction_set})",
-        tuple(note for note in (native.reason, reason) if note is not None),
+        tuple(note for note in (native.reason, chosen.reason, no_graphs) if note is not None),
     )
 
 
@@ -140,34 +144,29 @@ def _check_quantization(resolved: ResolvedConfig, choice: KernelChoice) -> None:
         raise ConfigError(f"{flag} needs the native kernels: {choice.reason or 'leave --kernels torch out'}")
 
 
-def _backend(
-    resolved: ResolvedConfig, config: ModelConfig, native: KernelChoice
-) -> tuple[AttentionBackend, str | None]:
-    """The attention backend, and why it is not the one that was asked for.
+def _bytes_of_largest_step(resolved: ResolvedConfig, make_runner: Callable[[int], ModelRunner]) -> int:
+    """What the step that takes the most memory takes on a CUDA device, beside the KV cache; tried out.
 
-    Raises:
-        ConfigError: the KV cache's dtype needs the native one, and cannot have it.
+    `make_runner` makes a runner with so many KV blocks.
     """
-    kernels = native.kernels
-    no_native = "there are no native kernels" if kernels is None else cannot_serve(resolved.block_size, config.head_dim)
-    choice = select_backend(resolved.attention_backend, resolved.device, no_native=no_native)
-    cache_dtype = None
-    if resolved.kv_cache_dtype == "int8":
-        if choice.backend is not NativeBackend:
-            remedy = _how_to_get_native(resolved, native, no_native)
-            raise ConfigError(f"--kv-cache-dtype int8 needs the native attention: {remedy}")
-        cache_dtype = torch.int8
-    backend = choice.backend(getattr(torch, resolved.dtype), kernels, cache_dtype)
-    return backend, choice.reason
+    step = largest_step(
+        num_requests=resolved.max_num_seqs,
+        num_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        block_size=resolved.block_size,
+    )
+    runner = make_runner(1 + sum(len(item.block_ids) for item in step.scheduled))
+    return platform.memory_of(lambda: runner.sample(step, runner.execute(step)))
 
 
-def _how_to_get_native(resolved: ResolvedConfig, native: KernelChoice, no_native: str | None) -> str | None:
-    if resolved.device != "cpu":
-        return f"the device is {resolved.device}: leave it out, or add --device cpu"
-    if resolved.attention_backend not in ("auto", "native"):
-        return f"leave --attention-backend {resolved.attention_backend} out"
-    if native.kernels is not None:
-        return no_native
-    if native.reason is not None:
-        return native.reason
-    return "leave --kernels torch out" if resolved.kernels == "torch" else f"the kernels have no {resolved.dtype}"
+def _capture_graphs(runner: ModelRunner, resolved: ResolvedConfig, on_build: Callable[[str], None]) -> str | None:
+    """Make the runner replay decode steps; why not, where that cannot be."""
+    obstacle = runner.cannot_capture()
+    if obstacle is not None:
+        return f"--cuda-graphs is ignored: {obstacle}"
+    most_blocks = -(-resolved.max_model_len // resolved.block_size)
+    room = GraphRoom(resolved.max_num_seqs, most_blocks, resolved.block_size)
+    sizes = runner.capture(
+        CudaGraphs(), room, on_capture=lambda done, total: on_build(f"capturing CUDA graphs: {done} of {total}")
+    )
+    return f"CUDA graphs for decode steps of {', '.join(map(str, sizes)) or 'no'} requests"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from miniserve.attention.batch import AttnMetadata
 from miniserve.core.schedule import ScheduledRequest
+from miniserve.runner.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,31 @@ def build_input(scheduled: Sequence[ScheduledRequest], block_size: int, device: 
     end_of = dict(zip(order, ends, strict=True))
     sample_rows = [end_of[index] - 1 for index, item in enumerate(scheduled) if item.samples]
     seq_lens = tuple(item.end for item in packed)
+    on_device = to_device(
+        {
+            "token_ids": token_ids.astype(np.int64, copy=False),
+            "positions": positions.astype(np.int64, copy=False),
+            "slot_mapping": slots,
+            "block_tables": tables,
+            "sample_rows": np.asarray(sample_rows, np.int64),
+            "query_start_loc": np.asarray([0, *ends], np.int32),
+            "seq_lens": np.asarray(seq_lens, np.int32),
+        },
+        device,
+    )
     return ModelInput(
-        token_ids=_to_device(token_ids, np.int64, device),
-        positions=_to_device(positions, np.int64, device),
+        token_ids=on_device["token_ids"],
+        positions=on_device["positions"],
         metadata=AttnMetadata(
-            slot_mapping=_to_device(slots, np.int64, device),
-            query_start_loc=_to_device([0, *ends], np.int32, device),
-            seq_lens=_to_device(seq_lens, np.int32, device),
-            block_tables=_to_device(tables, np.int64, device),
+            slot_mapping=on_device["slot_mapping"],
+            query_start_loc=on_device["query_start_loc"],
+            seq_lens=on_device["seq_lens"],
+            block_tables=on_device["block_tables"],
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
             block_size=block_size,
         ),
-        sample_rows=_to_device(sample_rows, np.int64, device),
+        sample_rows=on_device["sample_rows"],
         first_rows=tuple(end_of[index] - item.num_new_tokens for index, item in enumerate(scheduled)),
     )
 
@@ -75,7 +88,3 @@ def _block_tables(scheduled: Sequence[ScheduledRequest], block_size: int) -> np.
     for row, item, width in zip(tables, scheduled, widths, strict=True):
         row[:width] = item.block_ids[:width]
     return tables
-
-
-def _to_device(values: Sequence[int] | np.ndarray, dtype: type[np.integer], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device, non_blocking=True)

@@ -114,7 +114,8 @@ def _penalise(scores: Tensor, row: SampleRow) -> None:
     if (sampling.frequency_penalty or sampling.presence_penalty) and row.output_ids:
         token_ids, counts = np.unique(row.output_ids, return_counts=True)
         penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-        scores[_indices(token_ids, scores.device)] -= torch.from_numpy(penalties).to(scores.device, scores.dtype)
+        penalties = penalties.astype(np.float32)  # before it goes to a device, which may know no longer floats
+        scores[_indices(token_ids, scores.device)] -= torch.from_numpy(penalties).to(scores.device)
 
 
 def _indices(token_ids: Iterable[int], device: torch.device) -> Tensor:

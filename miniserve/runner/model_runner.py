@@ -18,6 +18,7 @@ from miniserve.kernels import sampling
 from miniserve.kernels.sampling import SamplingOperators
 from miniserve.models.transformer import Transformer
 from miniserve.outputs import TokenLogprobs
+from miniserve.runner.cuda_graphs import GraphedSteps, GraphRoom, Graphs
 from miniserve.runner.input_builder import ModelInput, build_input
 from miniserve.runner.logits_processors import SampleRow
 from miniserve.runner.logprobs import LogprobQuery, pack_logprobs, unpack_logprobs
@@ -89,6 +90,22 @@ class ModelRunner:
     def compute_plainly(self) -> None:
         """From now on, without recordings, as where nothing can be recorded. For comparisons."""
         self._compute = self._forward
+
+    def cannot_capture(self) -> str | None:
+        """Why a CUDA graph cannot hold a decode step, or None."""
+        if not self.backend.can_capture:
+            return f"they need flash_attn, and the attention is {self.backend.name}"
+        if self.model.config.experts is not None:
+            return "which experts a token passes through decides what a step computes"
+        return None
+
+    @torch.inference_mode()
+    def capture(self, graphs: Graphs, room: GraphRoom, *, on_capture: Callable[[int, int], None]) -> Sequence[int]:
+        """Capture decode steps, which are replayed from now on; their sizes. `on_capture` is told (done, total)."""
+        steps = GraphedSteps(self._forward, graphs, room, device=self.device, on_capture=on_capture)
+        self._clear((0,))  # what the captured steps wrote to
+        self._compute = steps
+        return steps.sizes
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -233,6 +233,7 @@ def build_scripted(
             quantization="none",
             kv_cache_dtype="auto",
             attention_backend="auto",
+            cuda_graphs=False,
             prefix_caching=asked.prefix_caching,
             seed=asked.seed,
             threads=1,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ class ShortenedBackend(AttentionBackend):
 
 
 def test_a_wrong_backend_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(asked: str, _device_type: str, **_reasons: str | None) -> BackendChoice:
+    def select(asked: str, _device_type: str, **_reasons: Any) -> BackendChoice:
         return BackendChoice(TorchBackend if asked == "torch" else ShortenedBackend)
 
     monkeypatch.setattr(attn_demo, "select_backend", select)

@@ -238,6 +238,7 @@ def make_parts(script: Script = MappingProxyType({}), **options: Any) -> EngineP
         quantization="none",
         kv_cache_dtype="auto",
         attention_backend="auto",
+        cuda_graphs=False,
         prefix_caching=True,
         seed=None,
         threads=1,

@@ -58,7 +58,8 @@ def test_answers_are_the_same(family: str, options: dict[str, Any], tmp_path: Pa
     tiny_model(tmp_path, family)
     llm = load(tmp_path, **options)
     recorded = answers(llm)
-    assert steps_of(llm)._recorded is not None
+    has_experts = runner_of(llm).model.config.experts is not None  # PyTorch groups the tokens by expert
+    assert (steps_of(llm)._recorded is None) == has_experts
     plain = load(tmp_path, **options)
     runner_of(plain).compute_plainly()
     assert recorded == answers(plain)
