@@ -151,3 +151,11 @@ def reference_choices(model: PreTrainedModel, output: RequestOutput, num_token_i
         logits = model(token_ids).logits[0, len(output.prompt_token_ids) - 1 : -1, :num_token_ids]
     choices: list[int] = logits.argmax(dim=-1).tolist()
     return choices
+
+
+def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """transformers' own, fp32 [len(token_ids), VOCAB_SIZE]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids], device=model.device)).logits[0]
+    assert logits.shape[-1] == VOCAB_SIZE
+    return logits

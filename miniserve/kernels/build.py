@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_path
 
 from miniserve.errors import KernelBuildError
 
@@ -84,6 +83,8 @@ def build(instruction_set: str, *, progress: Progress) -> Library:
 
 
 def _cache_folder() -> Path:
+    from platformdirs import user_cache_path  # not on every machine that needs no kernels
+
     folder = user_cache_path("miniserve") / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,15 @@ from miniserve import LLM, SamplingParams
 from miniserve.core.schedule import ScheduledRequest, SchedulerOutput
 from miniserve.runner.input_builder import build_input
 from miniserve.runner.model_runner import ModelRunner
-from tests.support import FAMILIES, NUM_TOKEN_IDS, VOCAB_SIZE, WINDOW, random_prompt, reference_choices, tiny_model
+from tests.support import (
+    FAMILIES,
+    NUM_TOKEN_IDS,
+    WINDOW,
+    random_prompt,
+    reference_choices,
+    reference_logits,
+    tiny_model,
+)
 
 ROPE_TYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -175,10 +183,3 @@ def _all_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         hidden = runner.model(inputs.token_ids, inputs.positions, runner.backend.plan(inputs.metadata), runner.caches)
         return runner.model.logits(hidden)
-
-
-def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    assert logits.shape[-1] == VOCAB_SIZE
-    return logits
