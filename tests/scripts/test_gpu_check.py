@@ -20,7 +20,7 @@ import runpy, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"llguidance", "prometheus_client", "platformdirs", "gguf", "textual", "rich"}:
+        if name.partition(".")[0] in {"llguidance", "prometheus_client", "platformdirs", "textual"}:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
