@@ -191,7 +191,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     result = uvicorn.Config(
         app,
         loop="auto" if sys.platform == "win32" else "uvloop",
-        http=BoundedHttpProtocol,
+        http=_protocol(config.timeout_request),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -211,15 +211,56 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     return result
 
 
+def _protocol(request_seconds: float) -> type[BoundedHttpProtocol]:
+    return type("HttpProtocol", (BoundedHttpProtocol,), {"request_seconds": request_seconds})
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's fast protocol, which takes headers of any size, with a bound on them.
+    """uvicorn's fast protocol, which takes headers of any size for any time, with bounds on both.
 
     The parser tells of a header (or a trailer) when it is whole, so what never becomes whole is bounded too: the bytes
     that came since it told of anything.
     """
 
+    request_seconds = 60.0  # from a request's first byte, or the connection's beginning, to the request's last byte
     _header_bytes = 0
     _silent_bytes = 0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A new connection, whose first request is waited for."""
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end of it."""
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def on_message_complete(self) -> None:
+        """The request came in whole."""
+        self._clear_deadline()
+        super().on_message_complete()
+
+    def _set_deadline(self) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(self.request_seconds, self._end_slow_request)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_slow_request(self) -> None:
+        """Nothing more is waited for. Where an answer is on its way already, it must not be broken into."""
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self._header_bytes and (self.cycle is None or not self.cycle.response_started):
+            self._send_error(
+                "408 Request Timeout", f"The request did not come in whole within {self.request_seconds} s."
+            )
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """What came in."""
@@ -234,6 +275,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A new request."""
         self._header_bytes = self._silent_bytes = 0
+        self._set_deadline()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -261,10 +303,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """What cannot be parsed as HTTP, in the same form as every other error."""
         if max(self._header_bytes, self._silent_bytes) > MAX_HEADER_BYTES:
             msg = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes; send less."
-        body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % msg.encode()
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self._send_error("400 Bad Request", msg)
         self.transport.close()
+
+    def _send_error(self, status: str, message: str) -> None:
+        body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % message.encode()
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
 
 
 class _Server(uvicorn.Server):
