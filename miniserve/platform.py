@@ -114,6 +114,17 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def leave_out_cudnn_attention() -> None:
+    """Let attention on CUDA be computed by kernels that take any shape, in the whole process.
+
+    cuDNN's, which torch prefers on some devices, need a plan for each new shape, which takes long to make; and a step
+    rarely has the shape of an earlier one.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _physical_cores() -> int:
     import psutil
 

@@ -26,10 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from miniserve.attention.base import (
-    AttentionBackend,
-    AttentionVariant,
-)
+from miniserve import platform
+from miniserve.attention.base import AttentionBackend, AttentionVariant
 from miniserve.attention.flash_attn import FLASH_BACKENDS
 from miniserve.attention.probe import ProbeShape, why_not
 from miniserve.attention.sdpa import SdpaBackend
@@ -94,6 +92,8 @@ def backends(bench: Bench) -> list[Row]:
     rows = []
     variants = {"full": AttentionVariant(scale=0.09), "window": AttentionVariant(scale=0.09, window=100)}
     libraries: list[type[AttentionBackend]] = [SdpaBackend, *FLASH_BACKENDS]
+    if bench.device == "cuda":
+        platform.leave_out_cudnn_attention()  # as every engine does
     for library in libraries:
         backend = library(torch.bfloat16)
         missing = library.missing() if library in FLASH_BACKENDS else None

@@ -125,6 +125,15 @@ def test_cores_are_those_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -
     assert platform.detect().physical_cores >= 1
 
 
+def test_cudnn_attention_is_left_out() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    try:
+        platform.leave_out_cudnn_attention()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 def test_set_threads() -> None:
     before = torch.get_num_threads()
     try:

@@ -66,6 +66,8 @@ def build_runner(
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     native = _kernels(resolved, dtype, instruction_sets, on_build)
+    if device.type == "cuda":
+        platform.leave_out_cudnn_attention()
     chosen = choose_backend(asked, resolved, checkpoint.config, native)
     backend, resolved = chosen.backend, replace(resolved, block_size=chosen.block_size)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
