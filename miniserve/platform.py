@@ -59,7 +59,8 @@ def free_memory(device: str) -> int:
 
     if device == "cuda":
         free, _total = torch.cuda.mem_get_info()
-        return int(free)
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, for the next allocation
+        return int(free + kept)
     if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return available_ram()

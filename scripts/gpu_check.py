@@ -12,6 +12,7 @@ With --small, all of it runs on a CPU within two minutes, where FlashAttention a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -209,6 +210,7 @@ def throughput(bench: Bench) -> list[Row]:
             how = f"{engine.parts.backend_name}, {'graphs' if with_graphs else 'eager'}"
             rows += [_throughput(engine, streams, how) for streams in bench.streams]
             del engine
+            gc.collect()  # it refers to itself, and its memory is needed for the next
     return rows
 
 

@@ -117,6 +117,14 @@ def test_file_cache_is_not_taken_for_used(container: Path) -> None:
     assert platform.available_ram() == 3 * GIB
 
 
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what earlier steps had left with torch's allocator counted as taken, and graphs were left out."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 * GIB)
+    assert platform.free_memory("cuda") == 5 * GIB
+
+
 def test_cores_are_those_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
