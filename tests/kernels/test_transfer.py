@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from miniserve.runner.transfer import packed, to_device, unpacked
+from miniserve.kernels.transfer import packed, to_device, unpacked
 
 ARRAYS: dict[str, np.ndarray] = {
     "ids": np.arange(5, dtype=np.int64),
