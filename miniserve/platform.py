@@ -59,7 +59,8 @@ def free_memory(device: str) -> int:
 
     if device == "cuda":
         free, _total = torch.cuda.mem_get_info()
-        return int(free)
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, for the next allocation
+        return int(free + kept)
     if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return available_ram()
@@ -112,6 +113,17 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def leave_out_cudnn_attention() -> None:
+    """Let attention on CUDA be computed by kernels that take any shape, in the whole process.
+
+    cuDNN's, which torch prefers on some devices, need a plan for each new shape, which takes long to make; and a step
+    rarely has the shape of an earlier one.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _physical_cores() -> int:

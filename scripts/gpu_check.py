@@ -12,6 +12,7 @@ With --small, all of it runs on a CPU within two minutes, where FlashAttention a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -26,10 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from miniserve.attention.base import (
-    AttentionBackend,
-    AttentionVariant,
-)
+from miniserve import platform
+from miniserve.attention.base import AttentionBackend, AttentionVariant
 from miniserve.attention.flash_attn import FLASH_BACKENDS
 from miniserve.attention.probe import ProbeShape, why_not
 from miniserve.attention.sdpa import SdpaBackend
@@ -94,6 +93,8 @@ def backends(bench: Bench) -> list[Row]:
     rows = []
     variants = {"full": AttentionVariant(scale=0.09), "window": AttentionVariant(scale=0.09, window=100)}
     libraries: list[type[AttentionBackend]] = [SdpaBackend, *FLASH_BACKENDS]
+    if bench.device == "cuda":
+        platform.leave_out_cudnn_attention()  # as every engine does
     for library in libraries:
         backend = library(torch.bfloat16)
         missing = library.missing() if library in FLASH_BACKENDS else None
@@ -209,6 +210,7 @@ def throughput(bench: Bench) -> list[Row]:
             how = f"{engine.parts.backend_name}, {'graphs' if with_graphs else 'eager'}"
             rows += [_throughput(engine, streams, how) for streams in bench.streams]
             del engine
+            gc.collect()  # it refers to itself, and its memory is needed for the next
     return rows
 
 

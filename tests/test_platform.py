@@ -117,12 +117,29 @@ def test_file_cache_is_not_taken_for_used(container: Path) -> None:
     assert platform.available_ram() == 3 * GIB
 
 
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what earlier steps had left with torch's allocator counted as taken, and graphs were left out."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 * GIB)
+    assert platform.free_memory("cuda") == 5 * GIB
+
+
 def test_cores_are_those_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert platform.detect().physical_cores == 3
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert platform.detect().physical_cores >= 1
+
+
+def test_cudnn_attention_is_left_out() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    try:
+        platform.leave_out_cudnn_attention()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_set_threads() -> None:

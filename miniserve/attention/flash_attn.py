@@ -123,7 +123,9 @@ class TorchFlash(FlashBackend):
             plan.max_query_len,
             plan.max_seq_len,
             scale=variant.scale,
-            window_size=_window(variant),
+            # One new token a request has nothing behind it. Told so, the kernels compute the heads that share keys
+            # together, and split long sequences.
+            window_size=_window(variant, -1 if plan.max_query_len == 1 else 0),
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=plan.seq_lens,
             block_table=plan.block_tables,
@@ -157,16 +159,16 @@ class PackageFlash(FlashBackend):
             plan.max_seq_len,
             softmax_scale=variant.scale,
             causal=True,
-            window_size=_window(variant),
+            window_size=_window(variant, -1),  # `causal` says the rest
             softcap=variant.soft_cap,
             block_table=plan.block_tables,
         )
         return output
 
 
-def _window(variant: AttentionVariant) -> tuple[int, int]:
-    """How many tokens before and behind it a query sees; -1 for all."""
-    return (-1 if variant.window is None else variant.window - 1, 0)
+def _window(variant: AttentionVariant, behind: int) -> tuple[int, int]:
+    """How many tokens before and behind it a query sees; -1 for all. `behind` is for layers without a window."""
+    return (-1, behind) if variant.window is None else (variant.window - 1, 0)
 
 
 FLASH_BACKENDS: tuple[type[FlashBackend], ...] = (TorchFlash, PackageFlash)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miniserve.kernels.native import Draw
+from miniserve.kernels.transfer import to_device
 
 # The filters look at this many of the most probable tokens first, and sort the whole vocabulary only when that cannot
 # tell which ones stay. Same result, for a fraction of the time.
@@ -104,27 +106,71 @@ def draw(logits: Tensor, likeliest: Tensor, draws: Sequence[Draw | None]) -> Ten
     for with_filter in (False, True):
         random = {i: draw for i, draw in enumerate(draws) if draw is not None and draw.has_filter == with_filter}
         if random:
-            rows = torch.tensor(list(random), device=logits.device)
-            of_rows = logits if len(random) == len(logits) else logits[rows]
+            columns = _Columns.of(list(random), list(random.values()), logits)
+            of_rows = logits if len(random) == len(logits) else logits[columns.rows]
             choose = _draw_filtered if with_filter else _draw_unfiltered
-            drawn[rows] = choose(of_rows, list(random.values()))
+            drawn[columns.rows] = choose(of_rows, columns)
     return drawn
 
 
-def _draw_unfiltered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The draws of some rows as columns [num_rows, 1], which go to the device together.
+
+    Attributes:
+        rows: int64 [num_rows], which ones.
+        seeds, top_k: int64.
+        temperature, top_p, min_p: fp32.
+        largest_top_k: of all of them.
+
+    A filter that is off keeps everything.
+    """
+
+    rows: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    largest_top_k: int
+
+    @classmethod
+    def of(cls, rows: Sequence[int], draws: Sequence[Draw], logits: Tensor) -> _Columns:
+        vocab_size = logits.shape[-1]
+
+        def floats(column: Sequence[float]) -> np.ndarray:
+            return np.array(column, np.float32)[:, None]
+
+        return cls(
+            **to_device(
+                {
+                    "rows": np.array(rows, np.int64),
+                    "seeds": np.array([draw.seed for draw in draws], np.int64)[:, None],
+                    "top_k": np.array([min(draw.top_k, vocab_size) or vocab_size for draw in draws], np.int64)[:, None],
+                    "temperature": floats([draw.temperature for draw in draws]),
+                    # Rounding may carry a cumulative probability to 1 early: top_p 1 has to mean all of them.
+                    "top_p": floats([draw.top_p if draw.top_p < 1.0 else float("inf") for draw in draws]),
+                    "min_p": floats([draw.min_p for draw in draws]),
+                },
+                logits.device,
+            ),
+            largest_top_k=max(draw.top_k for draw in draws),
+        )
+
+
+def _draw_unfiltered(logits: Tensor, columns: _Columns) -> Tensor:
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    return _race(_weights(logits, logits.amax(dim=-1, keepdim=True), draws), token_ids, draws)
+    return _race(_weights(logits, logits.amax(dim=-1, keepdim=True), columns), token_ids, columns)
 
 
-def _draw_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    weights, token_ids = filtered_weights(logits, draws)
-    return token_ids.gather(-1, _race(weights, token_ids, draws).unsqueeze(1)).squeeze(1)
+def _draw_filtered(logits: Tensor, columns: _Columns) -> Tensor:
+    weights, token_ids = _filtered_weights(logits, columns)
+    return token_ids.gather(-1, _race(weights, token_ids, columns).unsqueeze(1)).squeeze(1)
 
 
-def _race(weights: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _race(weights: Tensor, token_ids: Tensor, columns: _Columns) -> Tensor:
     """int64 [num_rows], where in its row the winner stands."""
-    seeds = torch.tensor([draw.seed for draw in draws], device=weights.device).unsqueeze(1)
-    noise = uniform_noise(seeds, token_ids).neg_().log1p_().neg_()  # exact for small ones, unlike log(u)
+    noise = uniform_noise(columns.seeds, token_ids).neg_().log1p_().neg_()  # exact for small ones, unlike log(u)
     return weights.div(noise).max(dim=-1).indices
 
 
@@ -152,27 +198,9 @@ def _mix(x: Tensor) -> Tensor:
     return x.bitwise_xor_(x >> 16)
 
 
-def _weights(logits: Tensor, most: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _weights(logits: Tensor, most: Tensor, columns: _Columns) -> Tensor:
     """Tempered probabilities relative to that of the logit `most` [num_rows, 1], the largest."""
-    temperature = torch.tensor([draw.temperature for draw in draws], dtype=torch.float32, device=logits.device)
-    return (logits - most).mul_(temperature.reciprocal().unsqueeze(1)).exp_()
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The filters as columns [num_rows, 1]; a filter that is off keeps everything."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw], vocab_size: int, device: torch.device) -> _Limits:
-        top_k = [min(draw.top_k, vocab_size) or vocab_size for draw in draws]
-        # Rounding may carry a cumulative probability to 1 early: top_p 1 has to mean all of them.
-        top_p = [draw.top_p if draw.top_p < 1.0 else float("inf") for draw in draws]
-        min_p = [draw.min_p for draw in draws]
-        return cls(*(torch.tensor(column, device=device).unsqueeze(1) for column in (top_k, top_p, min_p)))
+    return (logits - most).mul_(columns.temperature.reciprocal()).exp_()
 
 
 def filtered_weights(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
@@ -181,30 +209,31 @@ def filtered_weights(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Ten
     Weights are probabilities, relative to the largest; 0 for a token that the filters leave out. Top-p counts
     probabilities after top-k, and keeps the token that crosses p. The most probable token always stays.
     """
+    return _filtered_weights(logits, _Columns.of(range(len(draws)), draws, logits))
+
+
+def _filtered_weights(logits: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
     vocab_size = logits.shape[-1]
-    limits = _Limits.of(draws, vocab_size, logits.device)
-    width = min(vocab_size, max(_NUM_CANDIDATES, *(draw.top_k for draw in draws)))
-    filtered = _filter_candidates(logits, draws, limits, width)
+    width = min(vocab_size, max(_NUM_CANDIDATES, columns.largest_top_k))
+    filtered = _filter_candidates(logits, columns, width)
     if filtered is None:
-        filtered = _filter_candidates(logits, draws, limits, vocab_size)
+        filtered = _filter_candidates(logits, columns, vocab_size)
     assert filtered is not None, "nothing lies beyond the whole vocabulary"
     return filtered
 
 
-def _filter_candidates(
-    logits: Tensor, draws: Sequence[Draw], limits: _Limits, width: int
-) -> tuple[Tensor, Tensor] | None:
+def _filter_candidates(logits: Tensor, columns: _Columns, width: int) -> tuple[Tensor, Tensor] | None:
     """The same with only the `width` most probable tokens sorted; None when that cannot tell which ones stay."""
     vocab_size = logits.shape[-1]
     values, token_ids = logits.topk(width, dim=-1)  # [num_rows, width], most probable first
-    weights = _weights(values, values[:, :1], draws)
-    in_top_k = torch.arange(width, device=logits.device) < limits.top_k
+    weights = _weights(values, values[:, :1], columns)
+    in_top_k = torch.arange(width, device=logits.device) < columns.top_k
     weights = weights.where(in_top_k, 0.0)
-    has_top_k = limits.top_k < vocab_size
-    whole = weights if width == vocab_size else _weights(logits, values[:, :1], draws)
+    has_top_k = columns.top_k < vocab_size
+    whole = weights if width == vocab_size else _weights(logits, values[:, :1], columns)
     total = torch.where(has_top_k, weights.sum(-1, keepdim=True), whole.sum(-1, keepdim=True))
     more_probable = (weights.cumsum(-1) - weights) / total  # the probability of all tokens before this one
-    keep = in_top_k & (more_probable < limits.top_p) & (weights >= limits.min_p)
+    keep = in_top_k & (more_probable < columns.top_p) & (weights >= columns.min_p)
     keep[:, 0] = True
     if width < vocab_size and bool((keep[:, -1:] & ~has_top_k).any()):
         return None  # the last of the sorted tokens is kept, so the next one may be too

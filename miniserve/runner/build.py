@@ -66,6 +66,8 @@ def build_runner(
     device = torch.device(resolved.device)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     native = _kernels(resolved, dtype, instruction_sets, on_build)
+    if device.type == "cuda":
+        platform.leave_out_cudnn_attention()
     chosen = choose_backend(asked, resolved, checkpoint.config, native)
     backend, resolved = chosen.backend, replace(resolved, block_size=chosen.block_size)
     model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
@@ -96,7 +98,7 @@ def build_runner(
     allocate = partial(allocate_kv_cache, checkpoint.config, backend, block_size=resolved.block_size, device=device)
     free_bytes = platform.free_memory(resolved.device)
     if resolved.device == "cuda" and asked.num_kv_blocks is None:
-        free_bytes -= _bytes_of_largest_step(resolved, lambda blocks: make_runner(allocate(num_blocks=blocks)))
+        free_bytes -= bytes_of_largest_step(resolved, lambda blocks: make_runner(allocate(num_blocks=blocks)))
     num_blocks = num_kv_blocks(asked, resolved, bytes_per_block=bytes_per_block, free_bytes=max(free_bytes, 0))
     runner = make_runner(allocate(num_blocks=num_blocks))
     runner.warm_up()
@@ -144,10 +146,13 @@ def _check_quantization(resolved: ResolvedConfig, choice: KernelChoice) -> None:
         raise ConfigError(f"{flag} needs the native kernels: {choice.reason or 'leave --kernels torch out'}")
 
 
-def _bytes_of_largest_step(resolved: ResolvedConfig, make_runner: Callable[[int], ModelRunner]) -> int:
+def bytes_of_largest_step(resolved: ResolvedConfig, make_runner: Callable[[int], ModelRunner]) -> int:
     """What the step that takes the most memory takes on a CUDA device, beside the KV cache; tried out.
 
     `make_runner` makes a runner with so many KV blocks.
+
+    Raises:
+        ConfigError: there is no memory for it.
     """
     step = largest_step(
         num_requests=resolved.max_num_seqs,
@@ -155,8 +160,16 @@ def _bytes_of_largest_step(resolved: ResolvedConfig, make_runner: Callable[[int]
         max_model_len=resolved.max_model_len,
         block_size=resolved.block_size,
     )
-    runner = make_runner(1 + sum(len(item.block_ids) for item in step.scheduled))
-    return platform.memory_of(lambda: runner.sample(step, runner.execute(step)))
+    try:
+        runner = make_runner(1 + sum(len(item.block_ids) for item in step.scheduled))
+        needed = platform.memory_of(lambda: runner.sample(step, runner.execute(step)))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no room for a step of {step.num_tokens} tokens of {len(step.scheduled)} requests: lower "
+            "--max-num-batched-tokens or --max-num-seqs, or free some memory"
+        ) from error
+    runner.caches = ()  # now, and not when the garbage collector finds the runner, which refers to itself
+    return needed
 
 
 def _capture_graphs(runner: ModelRunner, resolved: ResolvedConfig, on_build: Callable[[str], None]) -> str | None:
@@ -165,7 +178,8 @@ def _capture_graphs(runner: ModelRunner, resolved: ResolvedConfig, on_build: Cal
     if obstacle is not None:
         return f"--cuda-graphs is ignored: {obstacle}"
     most_blocks = -(-resolved.max_model_len // resolved.block_size)
-    room = GraphRoom(resolved.max_num_seqs, most_blocks, resolved.block_size)
+    most_requests = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    room = GraphRoom(most_requests, most_blocks, resolved.block_size)
     sizes = runner.capture(
         CudaGraphs(), room, on_capture=lambda done, total: on_build(f"capturing CUDA graphs: {done} of {total}")
     )

@@ -161,10 +161,14 @@ class _Buffers:
 
 
 class CudaGraphs:
-    """`Graphs` of torch. They share one pool of memory, since only one of them runs at a time."""
+    """`Graphs` of torch. They share one pool of memory, since only one of them runs at a time.
+
+    And one stream: torch keeps freed memory for the stream that it was allocated on.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def memory_of(self, compute: Replay) -> int:
         """See `Graphs`."""
@@ -176,14 +180,14 @@ class CudaGraphs:
 
     def capture(self, compute: Replay) -> Replay:
         """See `Graphs`. A few steps go before, on the stream of the capture, as torch asks for."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # What other threads do meanwhile is none of the capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = compute()
 
         def replay() -> Tensor:

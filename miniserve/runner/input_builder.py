@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miniserve.attention.batch import AttnMetadata
 from miniserve.core.schedule import ScheduledRequest
-from miniserve.runner.transfer import to_device
+from miniserve.kernels.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

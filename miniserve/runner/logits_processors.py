@@ -6,7 +6,7 @@ tokens are is told anew in each step, so a preemption or a replay changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miniserve.kernels.sampling import SamplingOperators
+from miniserve.kernels.transfer import to_device
 from miniserve.sampling_params import SamplingParams
+
+# Tokens of a row, and a number for each: int64 and fp32 [n].
+_Elements = tuple[NDArray[np.int64], NDArray[np.float32]]
+_NOTHING: _Elements = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +61,94 @@ def process_logits(logits: Tensor, rows: Sequence[SampleRow], operators: Samplin
         rows: one per row of logits.
         operators: what forbids tokens.
     """
-    changed = {index: row for index, row in enumerate(rows) if row.changes_scores}
-    if changed:
+    if any(row.changes_scores for row in rows):
         logits = logits.clone()
-    for index, row in changed.items():
-        _change_scores(logits[index], row)
+        _change_scores(logits, rows)
     if all(row.mask is None for row in rows):
         return logits
     return operators.forbid(logits, _masks(rows, logits))  # last: nothing makes up for what they forbid
 
 
-def _change_scores(scores: Tensor, row: SampleRow) -> None:
-    """Bans, biases and penalties, to `scores`, fp32 [vocab_size], in place."""
-    if banned_ids := _banned_ids(row):
-        scores[_indices(banned_ids, scores.device)] = float("-inf")
-    if row.sampling.logit_bias:
-        biases = torch.tensor(list(row.sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
-        scores[_indices(row.sampling.logit_bias, scores.device)] += biases
-    if row.sampling.has_penalties:
-        _penalise(scores, row)
+def _change_scores(scores: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Bans, biases and penalties, to `scores`, fp32 [num_rows, vocab_size], in place.
+
+    All rows at once: on a device, a transfer and a few operators for each row would take longer than the model.
+    """
+    elements = {change: [change.elements(row) for row in rows] for change in _CHANGES}
+    there = [change for change in _CHANGES if any(len(token_ids) for token_ids, _ in elements[change])]
+    arrays: dict[str, np.ndarray] = {}
+    for change in there:
+        arrays |= _pack(change.name, elements[change])
+    on_device = to_device(arrays, scores.device)
+    for change in there:
+        rows_and_ids = on_device[f"{change.name} rows"], on_device[f"{change.name} ids"]
+        scores[rows_and_ids] = change.apply(scores[rows_and_ids], on_device[f"{change.name} values"])
+
+
+def _pack(name: str, of_rows: Sequence[_Elements]) -> dict[str, np.ndarray]:
+    """All rows' elements, one after the other: which row, which token, which number."""
+    return {
+        f"{name} rows": np.repeat(np.arange(len(of_rows)), [len(token_ids) for token_ids, _ in of_rows]),
+        f"{name} ids": np.concatenate([token_ids for token_ids, _ in of_rows]),
+        f"{name} values": np.concatenate([values for _, values in of_rows]),
+    }
+
+
+def _bans(row: SampleRow) -> _Elements:
+    banned_ids = _banned_ids(row)
+    return _NOTHING if not banned_ids else _elements(banned_ids, [float("-inf")] * len(banned_ids))
+
+
+def _biases(row: SampleRow) -> _Elements:
+    biases = row.sampling.logit_bias
+    return _NOTHING if not biases else _elements(biases.keys(), biases.values())
+
+
+def _repetitions(row: SampleRow) -> _Elements:
+    """What is divided by, or multiplied with where the score is not positive (Keskar et al., 2019, CTRL)."""
+    if row.sampling.repetition_penalty == 1.0:
+        return _NOTHING
+    seen = np.unique([*row.prompt_ids, *row.output_ids])
+    # As fp32, the smallest legal penalties would be 0, and 0 times -inf, a banned token, is NaN.
+    penalty = max(row.sampling.repetition_penalty, float(np.finfo(np.float32).tiny))
+    return _elements(seen, np.full(len(seen), penalty))
+
+
+def _counts(row: SampleRow) -> _Elements:
+    """What is subtracted: OpenAI's API reference, c[j] * frequency + (c[j] > 0) * presence."""
+    sampling = row.sampling
+    if not (sampling.frequency_penalty or sampling.presence_penalty):
+        return _NOTHING
+    token_ids, counts = np.unique(row.output_ids, return_counts=True)
+    return _elements(token_ids, sampling.frequency_penalty * counts + sampling.presence_penalty)
+
+
+def _elements(token_ids: Iterable[int], values: Iterable[float]) -> _Elements:
+    return np.fromiter(token_ids, np.int64), np.fromiter(values, np.float32)
+
+
+def _divide(scores: Tensor, penalties: Tensor) -> Tensor:
+    """A quotient may not become infinite, as what is not finite counts as a fault of the model."""
+    changed = torch.where(scores > 0, scores / penalties, scores * penalties)
+    return changed.clamp_(max=torch.finfo(scores.dtype).max)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Which tokens of a row are changed, each with a number; and how scores are changed by these numbers."""
+
+    name: str
+    elements: Callable[[SampleRow], _Elements]
+    apply: Callable[[Tensor, Tensor], Tensor]
+
+
+# In the order in which they are made.
+_CHANGES = (
+    _Change("bans", _bans, lambda _scores, values: values),
+    _Change("biases", _biases, torch.add),
+    _Change("repetitions", _repetitions, _divide),
+    _Change("counts", _counts, torch.sub),
+)
 
 
 def _banned_ids(row: SampleRow) -> frozenset[int]:
@@ -94,29 +168,3 @@ def _masks(rows: Sequence[SampleRow], logits: Tensor) -> Tensor:
     for words, row in zip(masks, rows, strict=True):
         words[:] = -1 if row.mask is None else row.mask[: len(words)]
     return torch.from_numpy(masks).to(logits.device)
-
-
-def _penalise(scores: Tensor, row: SampleRow) -> None:
-    """Apply the three penalties to `scores`, fp32 [vocab_size], in place.
-
-    Repetition: Keskar et al., 2019 (CTRL), with the usual care for the sign; frequency and presence: OpenAI's
-    API reference, mu[j] - c[j] * frequency - (c[j] > 0) * presence.
-    """
-    sampling = row.sampling
-    if sampling.repetition_penalty != 1.0:
-        seen = _indices(np.unique([*row.prompt_ids, *row.output_ids]), scores.device)
-        # As fp32, the smallest legal penalties would be 0, and 0 times -inf, a banned token, is NaN.
-        penalty = max(sampling.repetition_penalty, torch.finfo(scores.dtype).tiny)
-        values = scores[seen]
-        # Nor may a quotient become infinite, as what is not finite counts as a fault of the model.
-        most = torch.finfo(scores.dtype).max
-        scores[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp_(max=most)
-    if (sampling.frequency_penalty or sampling.presence_penalty) and row.output_ids:
-        token_ids, counts = np.unique(row.output_ids, return_counts=True)
-        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-        penalties = penalties.astype(np.float32)  # before it goes to a device, which may know no longer floats
-        scores[_indices(token_ids, scores.device)] -= torch.from_numpy(penalties).to(scores.device)
-
-
-def _indices(token_ids: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(token_ids), dtype=torch.int64, device=device)

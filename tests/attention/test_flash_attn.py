@@ -6,6 +6,9 @@ same arguments, and computes from them what they promise.
 
 from __future__ import annotations
 
+import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,9 +114,35 @@ def test_torch_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyPa
     TorchFlash(torch.float32).plan(step.metadata)(step.query, step.key_value, variant, own_cache(step))
     assert given["window_size"] == (4, 0) and given["enable_gqa"] is True and given["scale"] == 0.25
     assert given["max_lens"] == (6, 32) and given["seqused_k"].tolist() == list(step.metadata.seq_lens_host)
+    plan = TorchFlash(torch.float32).plan(step.metadata)
+    plan(step.query, step.key_value, AttentionVariant(scale=0.25), own_cache(step))
+    assert given["window_size"] == (-1, 0)
     monkeypatch.setattr(varlen, "varlen_attn", real)
     with pytest.raises(Exception, match=r"CPU|cpu|CUDA|backend"):
         TorchFlash(torch.float32).plan(step.metadata)(step.query, step.key_value, variant, own_cache(step))
+
+
+@pytest.mark.parametrize(("window", "torch_window"), [(None, (-1, -1)), (5, (4, 0))])
+def test_decodes_are_not_called_causal(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, torch_window: tuple[int, int]
+) -> None:
+    """Bug: with a bound behind each query, FlashAttention 2 read the keys once for each head that shares them."""
+    import torch.nn.attention.varlen as varlen
+
+    given: list[dict[str, Any]] = []
+
+    def take(*arguments: Any, **options: Any) -> Tensor:
+        given.append(options)
+        return torch.zeros_like(arguments[0])
+
+    monkeypatch.setattr(varlen, "varlen_attn", take)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=take))
+    step, variant = make_step(STEPS["decode-unequal"]), AttentionVariant(scale=0.25, window=window)
+    for library in (TorchFlash, PackageFlash):
+        library(torch.float32).plan(step.metadata)(step.query, step.key_value, variant, own_cache(step))
+    assert given[0]["window_size"] == torch_window
+    # The package drops `causal` by itself where there is one token.
+    assert given[1]["window_size"] == torch_window and given[1]["causal"] is True
 
 
 # The probe
@@ -129,6 +158,10 @@ class Without(StandIn):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant, plan: FlashPlan) -> Tensor:
         if self.library == "raises":
             raise RuntimeError("Paged KV cache block size must be divisible by 256\nat line 1")
+        if self.library == "no decodes" and plan.max_query_len == 1:
+            raise RuntimeError("no decodes")
+        if self.library == "no long chunks" and plan.max_query_len > 128:
+            raise RuntimeError("no long chunks")
         if self.library == "no window":
             variant = AttentionVariant(scale=variant.scale)
         output = super().attend(query, keys, values, variant, plan)
@@ -148,10 +181,20 @@ def test_the_probe_finds_nothing_in_what_is_right(dtype: torch.dtype, block_size
         ("raises", "RuntimeError: Paged KV cache block size must be divisible by 256"),
         ("no window", "differs from the reference by .* \\(window 100\\)"),
         ("nan", "differs from the reference by nan"),
+        ("no decodes", "no decodes"),
+        ("no long chunks", "no long chunks"),
     ],
 )
 def test_the_probe_finds_faults(monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
+    """Bug: kernels that serve steps of all kinds, but no step of decodes alone, were chosen."""
     monkeypatch.setattr(Without, "library", fault)
     refusal = why_not(Without(torch.float32), SHAPE, VARIANTS, CPU)
     assert refusal is not None
-    pytest.importorskip("re").search(reason, refusal) or pytest.fail(refusal)
+    assert re.search(reason, refusal), refusal
+
+
+def test_a_large_window_is_tried_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one longer than the tried step hid nothing, so nobody saw whether it was kept to."""
+    monkeypatch.setattr(Without, "library", "no window")
+    refusal = why_not(Without(torch.float32), SHAPE, [AttentionVariant(scale=0.25, window=4096)], CPU)
+    assert refusal is not None and "window 100" in refusal

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miniserve import LLM, SamplingParams
-from miniserve.runner.cuda_graphs import GraphedSteps, GraphRoom, Replay, bucket_sizes
+from miniserve.runner.cuda_graphs import CudaGraphs, GraphedSteps, GraphRoom, Replay, bucket_sizes
 from miniserve.runner.model_runner import ModelRunner
 from tests.attention.test_flash_attn import StandIn
 from tests.support import random_prompt, tiny_model
@@ -168,3 +170,55 @@ def test_what_cannot_be_captured(tmp_path: Path, family: str, reason: str) -> No
         runner.backend = StandIn(torch.float32)
     obstacle = runner.cannot_capture()
     assert obstacle is not None and reason in obstacle
+
+
+class FakeCuda:
+    """Notes down on which stream, and in which pool, something is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = "main"
+        self.num_streams = 0
+        self.computed: list[str] = []
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda _other: None))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self.within(stream.name))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.note("replay")))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def make_stream(self) -> SimpleNamespace:
+        self.num_streams += 1
+        return SimpleNamespace(name=f"stream {self.num_streams}", wait_stream=lambda _other: None)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        before, self.now = self.now, name
+        yield
+        self.now = before
+
+    def graph(self, _graph: Any, *, pool: str, stream: SimpleNamespace, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local"
+        return self.within(f"capture on {stream.name} in {pool}")
+
+    def note(self, what: str) -> None:
+        self.computed.append(what)
+
+
+def test_captures_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a stream for each size kept the memory of that size's steps for itself."""
+    cuda = FakeCuda(monkeypatch)
+    results = [torch.zeros(1), torch.ones(1)]
+    graphs = CudaGraphs()
+
+    def capture(result: Tensor) -> Replay:
+        def compute() -> Tensor:
+            cuda.note(cuda.now)
+            return result
+
+        return graphs.capture(compute)
+
+    replays = [capture(result) for result in results]
+    once = ["stream 1", "stream 1", "capture on stream 1 in pool"]
+    assert cuda.computed == once * 2
+    assert [replay() for replay in replays] == results
+    assert cuda.computed == [*once * 2, "replay", "replay"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from miniserve.kernels import sampling as sampling_operators
 from miniserve.kernels.native import Draw
 from miniserve.kernels.sampling import filtered_weights
+from miniserve.kernels.transfer import to_device
+from miniserve.runner import logits_processors
 from miniserve.runner.logits_processors import SampleRow
 from miniserve.runner.sampler import Sampler, noise_seed
 from miniserve.sampling_params import SamplingParams
@@ -320,3 +323,19 @@ def test_the_samplers_own_seed() -> None:
     assert draw(logits, sample_rows, seed=4) == draw(logits, sample_rows, seed=4)
     assert draw(logits, sample_rows, seed=4) != draw(logits, sample_rows, seed=5)
     assert Sampler(CPU, None).sample(logits, sample_rows) != Sampler(CPU, None).sample(logits, sample_rows)
+
+
+def test_transfers_do_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one waits for the device: bans, biases and penalties go there together, and so does what draws need."""
+    transfers: list[int] = []
+
+    def counted(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+        transfers.append(len(arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(logits_processors, "to_device", counted)
+    monkeypatch.setattr(sampling_operators, "to_device", counted)
+    params = SamplingParams(top_p=0.9, seed=1, frequency_penalty=1.0, repetition_penalty=1.1, logit_bias={3: 1.0})
+    penalised = [SampleRow(params, 1, frozenset({2}), [1, 2], [3])] * 7
+    Sampler(CPU, 0).sample(torch.zeros(7, 50), penalised)
+    assert len(transfers) == 2

@@ -16,9 +16,9 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     buffer = torch.from_numpy(packed(arrays))
-    if device.type == "cuda":
-        buffer = buffer.pin_memory()  # else the host would wait for the copy
-    return unpacked(buffer.to(device, non_blocking=True), arrays)
+    if device.type == "cuda":  # without waiting for the copy: torch keeps pinned memory until it is done
+        return unpacked(buffer.pin_memory().to(device, non_blocking=True), arrays)
+    return unpacked(buffer.to(device), arrays)
 
 
 def packed(arrays: Mapping[str, np.ndarray]) -> np.ndarray:

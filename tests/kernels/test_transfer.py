@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from miniserve.runner.transfer import packed, to_device, unpacked
+from miniserve.kernels.transfer import packed, to_device, unpacked
 
 ARRAYS: dict[str, np.ndarray] = {
     "ids": np.arange(5, dtype=np.int64),
@@ -31,6 +32,20 @@ def test_it_is_one_transfer() -> None:
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
     assert [tuple(tensor.shape) for tensor in tensors.values()] == [array.shape for array in ARRAYS.values()]
     assert len({tensor.untyped_storage()._cdata for tensor in tensors.values()}) == 1
+
+
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_only_cuda_copies_while_the_host_goes_on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Bug: MPS read the buffer after it was freed, since nothing but CUDA keeps it for a copy that goes on."""
+    waits: list[bool] = []
+
+    def to(self: torch.Tensor, _device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        waits.append(not non_blocking)
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    to_device(ARRAYS, torch.device(device))
+    assert waits == [True]
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
