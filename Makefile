@@ -1,6 +1,6 @@
 # One command is the check: what `make check` says is what CI says.
 
-.PHONY: check format lint types imports test fix sample-run
+.PHONY: check format lint types imports test faults fix sample-run
 
 check: format lint types imports test
 
@@ -18,6 +18,13 @@ imports:
 
 test:
 	uv run pytest
+
+# All attacks on a real server, and the table of them.
+faults:
+	rm -f faults.jsonl
+	FAULT_REPORT=faults.jsonl uv run pytest tests/faults -m "slow or not slow" --numprocesses 0
+	uv run python scripts/fault_report.py faults.jsonl docs/RELIABILITY.md
+	rm -f faults.jsonl
 
 fix:
 	uv run ruff format .

@@ -119,6 +119,7 @@ BAD_SERVER_FLAGS = {
     "max_queued_requests": ["0", "x"],
     "max_body_bytes": ["0", "1000", "1M"],
     "timeout_keep_alive": ["0", "1.5"],
+    "timeout_request": ["0", "1.5"],
     "timeout_graceful_shutdown": ["-1"],
     "log_level": ["loud"],
     "access_log": [],

@@ -11,6 +11,7 @@ from miniserve.config import (
     DEFAULT_MODEL,
     EngineConfig,
     ResolvedConfig,
+    ServerConfig,
     flag_info,
     flag_name,
     num_kv_blocks,
@@ -242,3 +243,8 @@ def test_no_room_for_a_pool() -> None:
     with pytest.raises(ConfigError, match="a block takes 1000 bytes and 60% of 1500 free bytes"):
         blocks(free_bytes=1500)
     assert blocks(free_bytes=1700) == 2
+
+
+def test_the_server_listens_on_loopback() -> None:
+    """Unless it is told otherwise: whoever starts it on a shared network must not serve that network."""
+    assert ServerConfig().host == "127.0.0.1"
