@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_MOST_NAMES = 30
 BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
 
 
@@ -52,12 +53,17 @@ def table(cases: Sequence[Case]) -> str:
     for (file, test), group in by_test.items():
         passed = sum(case.outcome == "passed" for case in group)
         outcome = "passed" if passed == len(group) else f"{passed} of {len(group)} passed"
-        names = ", ".join(_cell(case.parameters) for case in group if case.parameters)
+        names = _names([_cell(case.parameters) for case in group if case.parameters])
         seconds = sum(case.seconds for case in group)
         rows.append(f"| {file} | {test} | {names or len(group)} | {outcome} | {seconds:.1f} |")
     total, failed = sum(case.seconds for case in cases), sum(case.outcome != "passed" for case in cases)
     rows += ["", f"{len(cases)} cases, {failed} failed, {total:.0f} s."]
     return "\n".join(rows)
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _cell(text: str) -> str:

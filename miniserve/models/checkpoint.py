@@ -211,4 +211,6 @@ def _only_gguf(folder: Path) -> Path | None:
 
 def _gguf_hint(folder: Path) -> str:
     files = sorted(path.name for path in folder.glob("*.gguf"))
+    if len(files) > 1:
+        return f"; to use one of its {len(files)} GGUF files, name it, such as {folder / files[0]}"
     return f"; to use a GGUF file, name it: {folder / files[0]}" if files else ""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from miniserve.errors import CheckpointError
 
 T = TypeVar("T")
+_LARGEST = 2**31 - 1  # of any size, length or window
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(key, value, "a positive integer")
+        if value > _LARGEST:
+            raise self._wrong(key, value, f"at most {_LARGEST}")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from miniserve.errors import UnsupportedModelError
+from miniserve.errors import CheckpointError, UnsupportedModelError
 from miniserve.models.config import ModelConfig, RopeConfig
 from miniserve.models.family import GGUF_NAMES, HF_NAMES, Family
 from miniserve.models.fields import Fields
@@ -60,7 +60,10 @@ def _with_soft_caps(fields: Fields, config: ModelConfig, attention: str, logits:
 
 
 def _describe_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = replace(_gemma(config), attention_scale=fields.number("query_pre_attn_scalar") ** -0.5)
+    scalar = fields.number("query_pre_attn_scalar")
+    if scalar <= 0.0:
+        raise CheckpointError(f"{fields.source}: query_pre_attn_scalar must be above 0, got {scalar:g}")
+    config = replace(_gemma(config), attention_scale=scalar**-0.5)
     return _with_soft_caps(fields, config, "attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -71,7 +74,8 @@ def _describe_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
         local = parse_rope(fields, config.max_position_embeddings, layer_type=SLIDING)
     else:
         local = RopeConfig(theta=fields.number("rope_local_base_freq", _LOCAL_THETA))
-    return with_local_rope(_describe_gemma2(fields, config), local)
+    # Its config.json may have a soft cap of scores, which the model does not.
+    return with_local_rope(replace(_describe_gemma2(fields, config), attention_soft_cap=0.0), local)
 
 
 def _describe_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -86,7 +90,8 @@ def _describe_gemma2_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _describe_gemma3_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = full_each(_describe_gguf(fields, config), fields.integer("attention.sliding_window_pattern", 6))
+    config = replace(_describe_gguf(fields, config), attention_soft_cap=0.0)
+    config = full_each(config, fields.integer("attention.sliding_window_pattern", 6))
     return with_local_rope(config, RopeConfig(theta=fields.number("rope.freq_base_swa", _LOCAL_THETA)))
 
 

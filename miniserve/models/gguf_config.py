@@ -58,6 +58,10 @@ def parse_gguf_config(file: GGUFFile) -> ParsedConfig:
     """
     metadata = Fields(str(file.path), file.metadata)
     architecture = metadata.text("general.architecture")
+    if metadata.values.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path}: a part of a split GGUF file; merge the parts with llama-gguf-split first"
+        )
     family = find_gguf_family(architecture)
     fields = _architecture_fields(metadata, architecture)
     _refuse_unsupported(fields, family.gguf_keys)

@@ -81,8 +81,13 @@ def unstack(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
             parts[f"{name}.weight"] = replace(tensor, name=f"{name}.weight")
         elif match is None:
             parts[name] = tensor
-        elif match[3] != "_scales":  # they are read with their blocks
-            parts.update((part.name, part) for part in _experts(match, tensor, stored))
+        elif match[3] != "_scales":
+            for part in _experts(match, tensor, stored):
+                if part.name in parts:
+                    raise CheckpointError(f"{tensor.file}: the experts of {name} are there twice")
+                parts[part.name] = part
+        elif f"{name.removesuffix('_scales')}_blocks" not in stored:  # else they are read with their blocks
+            parts[name] = tensor
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with a factor of its own on embedding, scores, residual stream and logits."""
+"""Granite 3 (dense): Llama with a factor of its own on embedding, scores, residual stream and logits."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from miniserve.models.fields import Fields
 from miniserve.models.hf_rope import check_longrope, parse_rope, rotary_dim
 from miniserve.models.registry import find_family
 
+_MOST_LAYERS = 1000
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -100,6 +101,12 @@ def check_shapes(config: ModelConfig, source: str) -> None:
     for layer in config.layers:
         if layer.rope is not None and layer.rope.type == "longrope":
             check_longrope(layer.rope, config.rotary_dim, source)
+    if not 0.0 < config.attention_scale < float("inf"):
+        raise CheckpointError(
+            f"{source}: the scale of attention scores must be above 0, got {config.attention_scale:g}"
+        )
+    if config.num_layers > _MOST_LAYERS:
+        raise CheckpointError(f"{source}: {config.num_layers} layers are more than {_MOST_LAYERS}")
     if config.rms_norm_eps <= 0:
         raise CheckpointError(f"{source}: the RMSNorm epsilon must be above 0, got {config.rms_norm_eps}")
 

@@ -36,10 +36,7 @@ def parse_rope(fields: Fields, max_positions: int, *, layer_type: str | None = N
         type=rope_type,
         theta=section.number("rope_theta", fields.number("rope_theta", 10000.0)),
         factor=_factor(section, fields, rope_type, max_positions),
-        original_max_position_embeddings=section.integer(
-            "original_max_position_embeddings",
-            fields.integer("original_max_position_embeddings", max_positions),
-        ),
+        original_max_position_embeddings=_original(section, fields, max_positions),
         low_freq_factor=section.number("low_freq_factor", 1.0),
         high_freq_factor=section.number("high_freq_factor", 4.0),
         beta_fast=section.number("beta_fast", 32.0),
@@ -79,11 +76,14 @@ def _all_parameters(fields: Fields) -> Fields:
 
 def _factor(section: Fields, fields: Fields, rope_type: str, max_positions: int) -> float:
     """The scaling's; that of longrope is, where it is left out, how much longer the context has become."""
-    default = 1.0
-    if rope_type == "longrope":
-        original = section.optional_integer("original_max_position_embeddings")
-        default = max_positions / (original or fields.integer("original_max_position_embeddings", max_positions))
+    default = max_positions / _original(section, fields, max_positions) if rope_type == "longrope" else 1.0
     return section.number("factor", default)
+
+
+def _original(section: Fields, fields: Fields, max_positions: int) -> int:
+    """The context before scaling. What config.json itself says of it comes before what its section says."""
+    own = fields.optional_integer("original_max_position_embeddings")
+    return own or section.integer("original_max_position_embeddings", max_positions)
 
 
 def _rope_section(fields: Fields, layer_type: str | None) -> tuple[Fields, str]:
@@ -92,6 +92,8 @@ def _rope_section(fields: Fields, layer_type: str | None) -> tuple[Fields, str]:
     nested = ropes_by_layer_type(fields)
     if layer_type in nested:
         section = section.section(layer_type) or section
+    elif layer_type is not None and section.source.endswith("rope_parameters") and section.values:
+        raise UnsupportedModelError(f"{section.source}: one RoPE for all layers, where there must be one for each type")
     elif nested:
         raise UnsupportedModelError(f"{section.source}: one RoPE per layer type ({', '.join(nested)})")
     rope_type = section.text("rope_type", section.text("type", "default"))
@@ -117,6 +119,10 @@ def check_rope(rope: RopeConfig, source: str) -> None:
         raise CheckpointError(f"{source}: rope_theta must be above 1, got {rope.theta:g}")
     if rope.factor <= 0.0:
         raise CheckpointError(f"{source}: factor must be above 0, got {rope.factor:g}")
+    if rope.type == "yarn" and min(rope.beta_fast, rope.beta_slow) <= 0.0:
+        raise CheckpointError(f"{source}: beta_fast and beta_slow must be above 0")
+    if rope.type == "longrope" and rope.original_context < 2:
+        raise CheckpointError(f"{source}: original_max_position_embeddings must be above 1")
     if rope.type == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise CheckpointError(
             f"{source}: high_freq_factor {rope.high_freq_factor:g} must be above "
@@ -128,4 +134,5 @@ def check_longrope(rope: RopeConfig, rotary_dim: int, source: str) -> None:
     """Raise CheckpointError unless there is a factor for each pair of dimensions."""
     for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if len(factors) != rotary_dim // 2 or min(factors) <= 0.0:
-            raise CheckpointError(f"{source}: {name} must be {rotary_dim // 2} numbers above 0, got {len(factors)}")
+            shown = ", ".join(f"{factor:g}" for factor in factors[:8])
+            raise CheckpointError(f"{source}: {name} must be {rotary_dim // 2} numbers above 0, got [{shown}]")

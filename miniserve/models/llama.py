@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from miniserve.models.family import Family
-from miniserve.models.layer_types import one_window
+from miniserve.models.fields import Fields
+from miniserve.models.layer_types import windows_by_layer_type
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """All slide, but where config.json says it layer by layer (Ministral)."""
+    return windows_by_layer_type(fields, num_layers, fields.optional_integer("sliding_window"), lambda _layer: True)
+
 
 LLAMA = Family(
     name="llama",
@@ -26,5 +33,5 @@ MISTRAL = Family(
         "sliding_window": 4096,
         "eos_token_id": 2,
     },
-    windows=one_window,
+    windows=_windows,
 )

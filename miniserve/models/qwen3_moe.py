@@ -8,8 +8,7 @@ from typing import Any
 from miniserve.models.config import ExpertsConfig, ModelConfig
 from miniserve.models.family import GGUF_NAMES, HF_NAMES, Family
 from miniserve.models.fields import Fields
-from miniserve.models.layer_types import check_experts
-from miniserve.models.qwen2 import upper_layers_slide
+from miniserve.models.layer_types import check_experts, no_windows, one_window
 
 _DEFAULTS: dict[str, Any] = {
     "intermediate_size": 6144,
@@ -19,6 +18,12 @@ _DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """All layers slide, or none: unlike Qwen3's, whatever `max_window_layers` says."""
+    windows = one_window if fields.flag("use_sliding_window") else no_windows
+    return windows(fields, num_layers)
 
 
 def _describe(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -64,7 +69,7 @@ QWEN3_MOE = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="heads",
-    windows=upper_layers_slide,
+    windows=_windows,
     describe=_describe,
     gguf_keys=frozenset({"expert_count"}),
     describe_gguf=describe_gguf_experts,

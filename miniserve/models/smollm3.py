@@ -8,7 +8,7 @@ from miniserve.errors import CheckpointError
 from miniserve.models.config import ModelConfig
 from miniserve.models.family import Family
 from miniserve.models.fields import Fields
-from miniserve.models.layer_types import no_windows, slides_but_each, windows_by_layer_type
+from miniserve.models.layer_types import SLIDING, no_windows, slides_but_each, windows_by_layer_type
 
 _INTERVAL = 4  # GGUF files do not say it
 
@@ -29,6 +29,8 @@ def _all_but_each(interval: int, num_layers: int) -> tuple[bool, ...]:
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if not fields.flag("use_sliding_window"):
+        if SLIDING in fields.texts("layer_types"):
+            raise CheckpointError(f"{fields.source}: layer_types has {SLIDING}, but use_sliding_window is false")
         return no_windows(fields, num_layers)
     turns = _turns(fields, num_layers)
     window = fields.optional_integer("sliding_window")

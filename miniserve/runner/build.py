@@ -10,7 +10,7 @@ import torch
 
 from miniserve import platform
 from miniserve.config import EngineConfig, ResolvedConfig, num_kv_blocks
-from miniserve.errors import ConfigError
+from miniserve.errors import ConfigError, ModelLoadError
 from miniserve.kernels.load import KernelChoice, load_kernels
 from miniserve.kernels.native import DTYPES
 from miniserve.kernels.quantised import SCHEMES, Grid
@@ -70,7 +70,7 @@ def build_runner(
         platform.leave_out_cudnn_attention()
     chosen = choose_backend(asked, resolved, checkpoint.config, native)
     backend, resolved = chosen.backend, replace(resolved, block_size=chosen.block_size)
-    model = Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
+    model = _empty_model(checkpoint, resolved, dtype, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     scheme = SCHEMES.get(resolved.quantization)
     packed = model.packed_modules()
@@ -113,6 +113,21 @@ def build_runner(
         "torch" if native.kernels is None else f"native ({native.kernels.instruction_set})",
         tuple(note for note in (native.reason, chosen.reason, no_graphs) if note is not None),
     )
+
+
+def _empty_model(
+    checkpoint: Checkpoint, resolved: ResolvedConfig, dtype: torch.dtype, device: torch.device
+) -> Transformer:
+    """Its parameters are there, and unfilled.
+
+    Raises:
+        ModelLoadError: there is no memory for them.
+    """
+    try:
+        return Transformer(checkpoint.config, max_positions=resolved.max_model_len, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch's own errors of memory are RuntimeErrors
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ModelLoadError(f"{checkpoint.path}: the model does not fit into memory: {reason}") from error
 
 
 def _kernels(

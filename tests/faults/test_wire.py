@@ -43,7 +43,20 @@ GET = b"GET /health HTTP/1.1\r\n"
         (b"CONNECT elsewhere:80 HTTP/1.1\r\nHost: x\r\n\r\n", {0, 400, 404, 405}),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {0, 400}),
     ],
-    ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else "",
+    ids=[
+        *("short length", "negative length", "absurd length", "length of 1 TB", "two lengths", "length and chunks"),
+        *(
+            "no chunk",
+            "absurd chunk",
+            "header of 100 KB",
+            "10,000 headers",
+            "address of 1 MB",
+            "empty lines",
+            "asterisk",
+        ),
+        *("another host's address", "two slashes", "dots", "an encoded slash", "an encoded null", "two hosts"),
+        *("a strange host", "CONNECT", "HTTP/2"),
+    ],
 )
 def test_it_is_answered_or_closed(target: Target, data: bytes, expected: set[int]) -> None:
     received = exchange(target.server, data)

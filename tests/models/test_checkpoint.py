@@ -121,7 +121,10 @@ def test_a_folder_of_one_gguf_file_is_that_model(tmp_path: Path) -> None:
 def test_a_folder_of_gguf_files_names_one(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_0.gguf").touch()
     (tmp_path / "model.Q8_0.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing; .*model\.Q4_0\.gguf"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"config\.json is missing; to use one of its 2 GGUF files, name it, such as .*model\.Q4_0\.gguf",
+    ):
         open_checkpoint(str(tmp_path))
 
 

@@ -191,6 +191,17 @@ def test_longrope_is_read_from_its_factors(tmp_path: Path) -> None:
     assert parameters(tmp_path / "a.gguf").keys() == parameters(tmp_path).keys()
 
 
+def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match="merge the parts"):
+        open_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize("layers", [46, 62])
 def test_the_largest_gemmas_scale_scores_by_another_size(tmp_path: Path, layers: int) -> None:
     family = "gemma2" if layers == 46 else "gemma3"

@@ -99,11 +99,19 @@ def put(name: str, tensor: Tensor) -> Change:
         (put("down_proj_scales", torch.zeros(8, 64, 2, dtype=torch.uint8)), "down_proj_scales does not give a scale"),
         (put("gate_up_proj_blocks", torch.zeros(8, 192, 32, dtype=torch.uint8)), "gate_up_proj_blocks has shape"),
         (drop("gate_up_proj_bias"), "experts.0.gate_up_proj.bias"),
+        (put("down_proj", torch.zeros(8, 96, 64)), "are there twice"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, change: Change, named: str) -> None:
     make_mxfp4(tmp_path, change)
     with pytest.raises(CheckpointError, match=named):
+        load(tmp_path)
+
+
+def test_scales_without_blocks_are_not_passed_over(tmp_path: Path) -> None:
+    """Bug: they were taken for read."""
+    make_mxfp4(tmp_path, drop("down_proj_blocks"))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match="down_proj"):
         load(tmp_path)
 
 
