@@ -71,6 +71,23 @@ def test_a_window_changes_what_is_beyond_it_only(kernels: NativeKernels, dtype: 
     assert (cut[40:] != plain[40:]).any(dim=-1).all()
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize(("start", "window"), [(699, 128), (699, 1), (699, 32), (600, 128), (520, 300), (480, 100)])
+def test_what_lies_before_a_window_is_not_read(
+    kernels: NativeKernels, dtype: torch.dtype, start: int, window: int, int8: bool
+) -> None:
+    """Decodes, and chunks of prompts: chunks of the cache that nobody sees cost nothing, and may hold anything.
+
+    They used to be read where they share a span of 256 keys with the window.
+    """
+    requests = make_requests([700, 690], dtype=dtype, window=window, int8=int8, block_size=64)
+    pool = Pool(kernels, requests)
+    pool.attend((0, 0, start), (1, 0, 690))
+    expected = pool.attend((0, start, 700))[0]
+    pool.break_before(0, start + 1 - window)
+    assert torch.equal(pool.attend((0, start, 700), (1, 689, 690))[0], expected)
+
+
 @pytest.mark.parametrize("score", [-1e4, 1e4])
 def test_sinks_far_from_the_scores(kernels: NativeKernels, dtype: torch.dtype, score: float) -> None:
     """One that is far below takes nothing; one that is far above takes everything."""

@@ -126,11 +126,13 @@ class UnitAttention {
 
   Tiles<C> tiles_of(const Item& item, int64_t span) const {
     const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
-    const int64_t tiles_left = item.last_key / kChunk + 1 - span * kSpanTiles;
+    const int64_t first = std::max(span * kSpanTiles, item.first_key / kChunk);
+    const int64_t end = std::min((span + 1) * kSpanTiles, item.last_key / kChunk + 1);
     Tiles<C> tiles;
-    tiles.count = static_cast<int>(std::min<int64_t>(kSpanTiles, tiles_left));
+    tiles.first_key = first * kChunk;
+    tiles.count = static_cast<int>(end - first);
     for (int t = 0; t < tiles.count; t++) {
-      tiles.data[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
+      tiles.data[t] = cache_.tile(table, tiles.first_key + t * kChunk, item.kv_head);
     }
     return tiles;
   }
@@ -140,11 +142,11 @@ class UnitAttention {
     const Tiles<C> tiles = tiles_of(item_, span);
     const Tiles<C> next_tiles = next ? tiles_of(*next, next_span) : Tiles<C>{};
     span_.score(tiles, item_.num_rows, are_keys_new_, &scores_[0][0]);
-    softmax(span * kSpan, tiles.count * kChunk, part);
+    softmax(tiles.first_key, tiles.count * kChunk, part);
     span_.add_values(tiles, next_tiles, item_.num_rows, part.sums);
   }
 
-  // What a row sees of a span's `num_keys` from `first` on, and the whole vectors around it.
+  // What a row sees of `num_keys` from `first` on, and the whole vectors around it.
   struct Seen {
     int begin, end, from, to;
   };
@@ -234,7 +236,7 @@ class UnitAttention {
   int64_t group_;
   int panels_;
 
-  Item item_{-1, 0, 0, 0, 0, {0, 0}};  // shares keys with none
+  Item item_{-1, 0, 0, 0, 0, 0, {0, 0}};  // shares keys with none
   bool are_keys_new_ = true;           // to this thread; else they are in its cache
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
   Span span_;

@@ -13,8 +13,8 @@ namespace miniserve {
 struct Item {
   int64_t request, kv_head, first_row;
   int num_rows;
-  int64_t last_key;
-  Range spans;  // of keys that any of the rows sees
+  int64_t first_key, last_key;  // of those that any of the rows sees
+  Range spans;                  // that these lie in
 };
 
 // The work of a step. Those who share keys and values follow each other, the last rows first: they see the most keys.
@@ -29,7 +29,8 @@ inline std::vector<Item> items_of(const Heads& heads, const Step& step) {
         const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
         const int64_t last_key = context + (row + count - 1) / group;
         const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
-        items.push_back({request, kv_head, row, count, last_key, {first_key / kSpan, last_key / kSpan + 1}});
+        const Range spans{first_key / kSpan, last_key / kSpan + 1};
+        items.push_back({request, kv_head, row, count, first_key, last_key, spans});
       }
     }
   }
