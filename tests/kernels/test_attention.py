@@ -51,6 +51,8 @@ def test_heads(
         {"sinks": True},
         {"sinks": True, "window": 20, "soft_cap": 2.0, "qk_norm": True},
         {"qk_norm": True, "rotary_dim": 48},
+        {"head_dim": 128, "rotary_dim": 96},
+        {"head_dim": 128, "rotary_dim": 96, "qk_norm": True, "sinks": True, "window": 33},
     ],
     ids=str,
 )
@@ -174,7 +176,9 @@ def test_the_same_whole_or_in_chunks_alone_or_together(
 
 
 @pytest.mark.usefixtures("threads_restored")
-@pytest.mark.parametrize("options", [{}, {"window": 700}, {"num_heads": 6, "head_dim": 80}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 700}, {"window": 300, "sinks": True}, {"num_heads": 6, "head_dim": 80}], ids=str
+)
 def test_threads_share_the_keys_of_a_few_long_requests(
     kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
