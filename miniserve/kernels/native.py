@@ -1,7 +1,7 @@
 """The compiled operators, as Python calls them: matrices in the kernels' layout, and attention over a paged cache.
 
-The operators are in `torch.ops.miniserve_<instruction set>_<key>`, their checks in `csrc/register.cpp`, and each has a
-twin in `reference`. They work on dense CPU tensors of fp32 or bf16, release the interpreter lock, and run on torch's
+The operators are in `torch.ops.miniserve_<instruction set>_<key>`, their checks in `csrc/register_*.cpp`, and each has
+a twin in `reference`. They work on dense CPU tensors of fp32 or bf16, release the interpreter lock, and run on torch's
 threads. A result never depends on what else is computed in the same call.
 """
 

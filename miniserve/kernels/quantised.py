@@ -198,7 +198,7 @@ class QuantisedMatrix(Matrix):
 
 
 def _num_bytes(grid: Grid, columns: int) -> int:
-    """Of the layout in `csrc/quantised.cpp`."""
+    """Of the layout in `csrc/grid.h`."""
     size = grid.shape[1]
     if grid.scales.dim() == 1:
         return columns * round_up(size, _DIGIT_CHUNK)

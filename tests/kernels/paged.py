@@ -89,6 +89,13 @@ class Pool:
         """Of an int8 cache, fp32 [num_blocks, chunks, num_kv_heads, 2, 32]: a view."""
         return self.cache[..., -4 * CHUNK :].view(torch.float32)
 
+    def break_before(self, request: int, key: int) -> None:
+        """Make what is not a number of the chunks of a request's cache that lie wholly before `key`."""
+        for chunk in range(key // CHUNK):
+            block, part = divmod(chunk, self.requests.block_size // CHUNK)
+            values = self.scales if self.requests.int8 else self.cache
+            values[self.tables[request, block], part] = nan
+
     def attend(self, *spans: Span) -> list[Tensor]:
         """One step that computes `spans`; for each, [end - start, num_heads, head_dim]."""
         step = self.step(*spans)

@@ -51,6 +51,8 @@ def test_heads(
         {"sinks": True},
         {"sinks": True, "window": 20, "soft_cap": 2.0, "qk_norm": True},
         {"qk_norm": True, "rotary_dim": 48},
+        {"head_dim": 128, "rotary_dim": 96},
+        {"head_dim": 128, "rotary_dim": 96, "qk_norm": True, "sinks": True, "window": 33},
     ],
     ids=str,
 )
@@ -69,6 +71,23 @@ def test_a_window_changes_what_is_beyond_it_only(kernels: NativeKernels, dtype: 
     [plain], [cut] = (Pool(kernels, r).attend((0, 0, 300)) for r in (requests, replace(requests, window=40)))
     assert torch.equal(cut[:40], plain[:40])
     assert (cut[40:] != plain[40:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize(("start", "window"), [(699, 128), (699, 1), (699, 32), (600, 128), (520, 300), (480, 100)])
+def test_what_lies_before_a_window_is_not_read(
+    kernels: NativeKernels, dtype: torch.dtype, start: int, window: int, int8: bool
+) -> None:
+    """Decodes, and chunks of prompts: chunks of the cache that nobody sees cost nothing, and may hold anything.
+
+    They used to be read where they share a span of 256 keys with the window.
+    """
+    requests = make_requests([700, 690], dtype=dtype, window=window, int8=int8, block_size=64)
+    pool = Pool(kernels, requests)
+    pool.attend((0, 0, start), (1, 0, 690))
+    expected = pool.attend((0, start, 700))[0]
+    pool.break_before(0, start + 1 - window)
+    assert torch.equal(pool.attend((0, start, 700), (1, 689, 690))[0], expected)
 
 
 @pytest.mark.parametrize("score", [-1e4, 1e4])
@@ -157,7 +176,9 @@ def test_the_same_whole_or_in_chunks_alone_or_together(
 
 
 @pytest.mark.usefixtures("threads_restored")
-@pytest.mark.parametrize("options", [{}, {"window": 700}, {"num_heads": 6, "head_dim": 80}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 700}, {"window": 300, "sinks": True}, {"num_heads": 6, "head_dim": 80}], ids=str
+)
 def test_threads_share_the_keys_of_a_few_long_requests(
     kernels: NativeKernels, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -248,6 +269,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rope-short": ("request 0: 40 tokens, but 39 positions", {"rope": torch.zeros(39, 2, 16)}),
     "q_norm-size": ("q_norm", {"q_norm": torch.ones(8)}),
     "sinks-size": ("sinks", {"sinks": torch.zeros(2)}),
+    "sinks-dtype": ("sinks", {"sinks": torch.zeros(4).bfloat16()}),
+    "soft_cap-negative": ("soft_cap", {"soft_cap": -1.0}),
+    "window-negative": ("window", {"window": -1}),
     "k_norm-dtype": ("k_norm", {"k_norm": torch.ones(16).bfloat16()}),
     "cache-dtype": ("cache", {"cache": torch.zeros(5, 1, 2, 2, 1024).bfloat16()}),
     "cache-heads": ("cache", {"cache": torch.zeros(5, 1, 2, 1, 1024)}),

@@ -22,6 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16},
     {"num_heads": 17, "num_kv_heads": 1, "head_dim": 33, "rotary_dim": 32},
     {"num_heads": 2, "num_kv_heads": 1, "head_dim": 512},
+    {"head_dim": 128, "rotary_dim": 96, "qk_norm": True, "sinks": True, "window": 33},
 ]
 
 

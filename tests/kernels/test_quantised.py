@@ -98,6 +98,30 @@ def test_products(
 
 
 @pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("num_digits", [1, 2])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+def test_gates(kernels: NativeKernels, kind: str, num_digits: int, activation: str, with_bias: bool) -> None:
+    """Its columns are those of the plain matrix to the bit, so only the activation's own rounding is left."""
+    grid = grids(random_weight(100, 90))[kind]
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(90, generator=generator) if with_bias else None
+    norm = Norm(torch.rand(100, generator=generator) + 0.5, 1e-5)
+    plain = QuantisedMatrix(kernels, grid, bias, dtype=torch.float32, num_digits=num_digits)
+    gated = QuantisedMatrix(kernels, grid, bias, dtype=torch.float32, num_digits=num_digits, gate=True)
+    down = QuantisedMatrix(kernels, in_rows(random_weight(45, 100)), dtype=torch.float32)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 100, generator=generator)
+        gate, up = plain.logits(x, norm).double().chunk(2, dim=-1)  # in fp32 the twin's 1 + tanh(y) has few digits left
+        expected = reference.ACTIVATIONS[activation](gate, up).float()
+        gates = gated.gate(x, norm, activation)
+        torch.testing.assert_close(gates, expected, atol=1e-5, rtol=1e-5)
+        residual = x.clone()
+        gated.feed_forward_(residual, norm, down, activation)
+        assert torch.equal(residual, x + down.logits(gates))
+
+
+@pytest.mark.parametrize("kind", GRIDS)
 def test_two_digits_are_no_worse_than_bf16(kernels: NativeKernels, kind: str) -> None:
     grid = grids(random_weight(160, 96))[kind]
     x = torch.randn(50, 160, generator=torch.Generator().manual_seed(5))
@@ -115,9 +139,11 @@ def test_two_digits_are_no_worse_than_bf16(kernels: NativeKernels, kind: str) ->
 def test_a_row_is_the_same_alone_and_among_others(kernels: NativeKernels, kind: str, num_digits: int) -> None:
     matrix = QuantisedMatrix(kernels, grids(random_weight(100, 90))[kind], num_digits=num_digits)
     x = torch.randn(300, 100, generator=torch.Generator().manual_seed(0))
-    whole = matrix.logits(x)
+    gated = QuantisedMatrix(kernels, grids(random_weight(100, 90))[kind], num_digits=num_digits, gate=True)
+    whole, gates = matrix.logits(x), gated.gate(x, activation="gelu_tanh")
     for rows in (slice(0, 1), slice(5, 7), slice(41, 57), slice(7, 39), slice(20, 53), slice(256, 300)):
         assert torch.equal(matrix.logits(x[rows].clone()), whole[rows])
+        assert torch.equal(gated.gate(x[rows].clone(), activation="gelu_tanh"), gates[rows])
 
 
 @pytest.mark.parametrize("kind", GRIDS)

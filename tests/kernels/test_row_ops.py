@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import pytest
@@ -51,7 +52,37 @@ def test_normalise(kernels: NativeKernels, dtype: torch.dtype, size: int, first:
         assert torch.equal(x[:, first + size :], before[:, first + size :])
 
 
-def test_a_row_is_computed_by_itself(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_add_without_a_factor_is_plain(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    residual, x = randn(5, 100), randn(5, 100, seed=1).to(dtype)
+    expected = residual + x.float()
+    kernels.add_(residual, x)
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_nan_stays_in_its_row(kernels: NativeKernels, x_dtype: torch.dtype) -> None:
+    norm, x = random_norm(33), randn(5, 33).to(x_dtype)
+    x[3, 32] = nan
+    residual = torch.zeros(5, 33)
+    kernels.add_(residual, x, norm)
+    kernels.normalise_(x, 0, norm)
+    for rows in (residual, x):
+        assert rows[3].isnan().all() and not rows[[0, 1, 2, 4]].isnan().any()
+
+
+def test_eps_counts_where_rows_are_small(kernels: NativeKernels) -> None:
+    norm, x, residual = Norm(torch.ones(8), 1e-2), torch.full((1, 8), 1e-3), torch.zeros(1, 8)
+    kernels.add_(residual, x, norm)
+    kernels.normalise_(x, 0, norm)
+    expected = torch.full((1, 8), 1e-3 / (1e-6 + 1e-2) ** 0.5)
+    torch.testing.assert_close(residual, expected)
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_is_computed_by_itself(kernels: NativeKernels, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
     norm, residual, x = random_norm(100), randn(40, 100), randn(40, 100, seed=1).to(dtype)
     together, normalised = residual.clone(), x.clone()
     kernels.add_(together, x, norm, 0.3)

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <vector>
 
+#include "attention_work.h"
+#include "heads.h"
 #include "kernels.h"
 #include "kv_cache.h"
 #include "span.h"
@@ -19,137 +21,6 @@ namespace {
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // below any score, yet a difference of two is finite
 constexpr float kLeast = -100.0f;  // the logarithm of the least probability: small, yet no product with it is denormal
-
-void normalise_head(float* x, int64_t size, const float* norm, float eps) {
-  const int64_t in_vectors = size / kLanes * kLanes;
-  Vec lanes = zeros();
-  for (int64_t i = 0; i < in_vectors; i += kLanes) lanes = fma(load(x + i), load(x + i), lanes);
-  float squares = sum(lanes);
-  for (int64_t i = in_vectors; i < size; i++) squares += x[i] * x[i];
-  const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
-  for (int64_t i = 0; i < size; i++) x[i] = x[i] * inverse * norm[i];
-}
-
-// Dimensions i and i + rotary_dim / 2 are a pair; the table has the sine's sign (see layers/rotary.py).
-void rotate(float* x, int64_t rotary_dim, const float* table, int64_t position) {
-  const float* cos = table + position * 2 * rotary_dim;
-  const float* sin = cos + rotary_dim;
-  const int64_t half = rotary_dim / 2;
-  int64_t i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
-    const Vec a = load(x + i), b = load(x + i + half);
-    store(x + i, a * load(cos + i) + b * load(sin + i));
-    store(x + i + half, b * load(cos + i + half) + a * load(sin + i + half));
-  }
-  for (; i < half; i++) {
-    const float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] + b * sin[i];
-    x[i + half] = b * cos[i + half] + a * sin[i + half];
-  }
-}
-
-template <class E>
-void prepare_head(E* head, const Heads& heads, const float* norm, int64_t position) {
-  float x[kMostHeadDim];
-  load_row(head, heads.head_dim, x);
-  if (norm) normalise_head(x, heads.head_dim, norm, heads.eps);
-  if (heads.rope) rotate(x, heads.rotary_dim, heads.rope, position);
-  store_row(x, heads.head_dim, head);
-}
-
-// Prepares a share of the step's heads: queries in place, keys in place and, with their values, into the cache.
-template <class E, class C>
-void prepare_heads(E* qkv, const Heads& heads, const Step& step, const Cache<C>& cache, Range own) {
-  const int64_t rotated = heads.num_heads + heads.num_kv_heads;
-  const int64_t token_size = (rotated + heads.num_kv_heads) * heads.head_dim;
-  int64_t request = 0;
-  int64_t token = own.begin / rotated, head = own.begin % rotated - 1;
-  for (int64_t i = own.begin; i < own.end; i++) {
-    if (++head == rotated) {
-      head = 0;
-      token++;
-    }
-    while (token >= step.query_start[request + 1]) request++;
-    const int64_t position = step.seq_lens[request] - step.query_start[request + 1] + token;
-    E* x = qkv + token * token_size + head * heads.head_dim;
-    const bool is_query = head < heads.num_heads;
-    prepare_head(x, heads, is_query ? heads.q_norm : heads.k_norm, position);
-    if (is_query) continue;
-    const int64_t* table = step.block_tables + request * step.max_blocks;
-    const CacheTile<C> tile = cache.tile(table, position / kChunk * kChunk, head - heads.num_heads);
-    const E* value = x + heads.num_kv_heads * heads.head_dim;
-    write_to_cache(x, value, heads.head_dim, cache, tile, static_cast<int>(position % kChunk));
-  }
-}
-
-// Up to 16 rows of one request and one key head: row r is query head r % group of the new token r / group.
-struct Item {
-  int64_t request, kv_head, first_row;
-  int num_rows;
-  int64_t last_key;
-  Range spans;  // of keys that any of the rows sees
-};
-
-// The work of a step. Those who share keys and values follow each other, the last rows first: they see the most keys.
-std::vector<Item> items_of(const Heads& heads, const Step& step) {
-  const int64_t group = heads.num_heads / heads.num_kv_heads;
-  std::vector<Item> items;
-  for (int64_t request = 0; request < step.num_requests; request++) {
-    const int64_t num_new = step.query_start[request + 1] - step.query_start[request];
-    const int64_t context = step.seq_lens[request] - num_new, num_rows = num_new * group;
-    for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; kv_head++) {
-      for (int64_t row = (num_rows - 1) / kTileRows * kTileRows; num_new > 0 && row >= 0; row -= kTileRows) {
-        const int count = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - row));
-        const int64_t last_key = context + (row + count - 1) / group;
-        const int64_t first_key = heads.window > 0 ? std::max<int64_t>(0, context + row / group + 1 - heads.window) : 0;
-        items.push_back({request, kv_head, row, count, last_key, {first_key / kSpan, last_key / kSpan + 1}});
-      }
-    }
-  }
-  return items;
-}
-
-// What a thread takes at a time: some spans of an item.
-struct Unit {
-  int64_t item;
-  Range spans;
-};
-
-// Whole items; or, where a few long ones would leave threads without work, spans. Then the spans' parts are kept apart
-// until all are there, and added in their order: the same numbers.
-class Units {
- public:
-  Units(const std::vector<Item>& items, int num_threads) {
-    int64_t longest = 0, total = 0;
-    for (const Item& item : items) {
-      longest = std::max(longest, item.spans.end - item.spans.begin);
-      total += item.spans.end - item.spans.begin;
-    }
-    are_spans_ = longest > 1 && num_threads > 1 && longest * num_threads * kFewShares > total;
-    units_.reserve(are_spans_ ? total : items.size());
-    for (size_t i = 0; i < items.size(); i++) {
-      const Range spans = items[i].spans;
-      first_.push_back(static_cast<int64_t>(units_.size()));
-      const int64_t size = are_spans_ ? 1 : spans.end - spans.begin;
-      for (int64_t span = spans.begin; span < spans.end; span += size) {
-        units_.push_back({static_cast<int64_t>(i), {span, span + size}});
-      }
-    }
-  }
-
-  bool are_spans() const { return are_spans_; }
-  int64_t count() const { return static_cast<int64_t>(units_.size()); }
-  const Unit& operator[](int64_t i) const { return units_[i]; }
-  int64_t first_of(int64_t item) const { return first_[item]; }
-
- private:
-  // Items are split unless the longest is at most a quarter of a thread's share: nobody waits longer for the last one.
-  static constexpr int64_t kFewShares = 4;
-
-  bool are_spans_ = false;
-  std::vector<Unit> units_;
-  std::vector<int64_t> first_;
-};
 
 // What the keys of some spans give up to 16 rows: an online softmax before its last division (Milakov and Gimelshein,
 // 2018). A view of someone's memory.
@@ -255,11 +126,13 @@ class UnitAttention {
 
   Tiles<C> tiles_of(const Item& item, int64_t span) const {
     const int64_t* table = step_.block_tables + item.request * step_.max_blocks;
-    const int64_t tiles_left = item.last_key / kChunk + 1 - span * kSpanTiles;
+    const int64_t first = std::max(span * kSpanTiles, item.first_key / kChunk);
+    const int64_t end = std::min((span + 1) * kSpanTiles, item.last_key / kChunk + 1);
     Tiles<C> tiles;
-    tiles.count = static_cast<int>(std::min<int64_t>(kSpanTiles, tiles_left));
+    tiles.first_key = first * kChunk;
+    tiles.count = static_cast<int>(end - first);
     for (int t = 0; t < tiles.count; t++) {
-      tiles.data[t] = cache_.tile(table, span * kSpan + t * kChunk, item.kv_head);
+      tiles.data[t] = cache_.tile(table, tiles.first_key + t * kChunk, item.kv_head);
     }
     return tiles;
   }
@@ -269,11 +142,11 @@ class UnitAttention {
     const Tiles<C> tiles = tiles_of(item_, span);
     const Tiles<C> next_tiles = next ? tiles_of(*next, next_span) : Tiles<C>{};
     span_.score(tiles, item_.num_rows, are_keys_new_, &scores_[0][0]);
-    softmax(span * kSpan, tiles.count * kChunk, part);
+    softmax(tiles.first_key, tiles.count * kChunk, part);
     span_.add_values(tiles, next_tiles, item_.num_rows, part.sums);
   }
 
-  // What a row sees of a span's `num_keys` from `first` on, and the whole vectors around it.
+  // What a row sees of `num_keys` from `first` on, and the whole vectors around it.
   struct Seen {
     int begin, end, from, to;
   };
@@ -363,7 +236,7 @@ class UnitAttention {
   int64_t group_;
   int panels_;
 
-  Item item_{-1, 0, 0, 0, 0, {0, 0}};  // shares keys with none
+  Item item_{-1, 0, 0, 0, 0, 0, {0, 0}};  // shares keys with none
   bool are_keys_new_ = true;           // to this thread; else they are in its cache
   int64_t begin_[kTileRows], end_[kTileRows];  // the keys that each row sees
   Span span_;

@@ -1,4 +1,4 @@
-// What the operators compute, in plain C++; `register.cpp` gives them to torch. Arrays are dense, the last dimension
+// What the operators compute, in plain C++; `register_*.cpp` give them to torch. Arrays are dense, the last dimension
 // next to each other. E is the type of weights, activations and the KV cache: bf16 or float.
 #pragma once
 
@@ -40,7 +40,7 @@ struct Weight {
 // How a quantised matrix [columns][size] is kept: an element is scale x (code - zero), or scale x code + offset.
 //
 // With whole rows, a column has one scale, and codes have 8 bits; else each group of 32 k of a column has its own scale,
-// and codes have 8 or 4 bits. Zero is 128 or 8. See quantised.cpp for the layout.
+// and codes have 8 or 4 bits. Zero is 128 or 8. See grid.h for the layout.
 struct Grid {
   int64_t columns, size;
   int bits;

@@ -3,7 +3,7 @@
 // It holds 32 tokens of a head as one packed matrix, ready to be the right side of a product: keys as chunks of 32
 // dimensions by 32 tokens, values as panels of 32 dimensions, each one chunk of 32 tokens.
 //
-// A cache of int8 has codes around 128 in the layout of quantised.cpp's groups, and a scale for each token and head: a
+// A cache of int8 has codes around 128 in the layout of grid.h's groups, and a scale for each token and head: a
 // key's scale is a factor of its score, a value's of its probability.
 #pragma once
 

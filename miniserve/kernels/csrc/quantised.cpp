@@ -3,91 +3,15 @@
 // A row of x is its scale times digits: 128 x first + second, or the first alone. Two digits are 15 bits, no worse than
 // a bf16; the products are those of bytes, which processors do twice as fast as those of bf16, and exact. An element of W
 // is scale x (code - zero), or scale x code + offset: what does not depend on the code is taken from sums of the digits.
-//
-// Layout: panels of 32 columns, each a list of chunks. With whole rows, a chunk is the codes of 64 k, and the scales lie
-// elsewhere. In groups, a chunk is one group of 32 k: its codes, then 32 scales, then 32 offsets if there are any. Codes
-// of 4 bits share a byte: the first half of the columns its low bits, the second half its high ones.
 
 #include "digits.h"
+#include "grid.h"
 #include "panel.h"
 #include "rows.h"
 #include "threads.h"
 
 namespace miniserve {
 namespace {
-
-constexpr int kGroup = 32;
-constexpr int kGroupCodes = kGroup * kChunk;
-constexpr int kHalvesBytes = kChunk * sizeof(uint16_t);  // scales, or offsets, of a chunk
-
-int chunk_k(const Grid& grid) { return grid.whole_rows ? kDigitChunk : kGroup; }
-
-int64_t codes_bytes(const Grid& grid) { return static_cast<int64_t>(chunk_k(grid)) * kChunk * grid.bits / 8; }
-
-int64_t chunk_bytes(const Grid& grid) {
-  return codes_bytes(grid) + (grid.whole_rows ? 0 : kHalvesBytes) + (grid.has_offsets ? kHalvesBytes : 0);
-}
-
-int64_t num_chunks(const Grid& grid) { return round_up(grid.size, chunk_k(grid)) / chunk_k(grid); }
-
-int zero_of(const Grid& grid) { return grid.bits == 8 ? 128 : 8; }
-
-// Where the code of (k, column) of a chunk lies, were it a byte.
-int code_offset(const Grid& grid, int k, int column) {
-  const int half = chunk_k(grid) * kHalf;
-  return column / kHalf * half + k / 4 * 64 + column % kHalf * 4 + k % 4;
-}
-
-// An IEEE half.
-float half_to_float(uint16_t bits) {
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);
-#else
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                   : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
-  return bits & 0x8000 ? -size : size;
-#endif
-}
-
-// Sixteen of them.
-Vec load_halves(const uint8_t* halves) {
-#if defined(__AVX512F__)
-  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)))};
-#else
-  uint16_t bits[kLanes];
-  float values[kLanes];
-  std::memcpy(bits, halves, sizeof bits);
-  for (int i = 0; i < kLanes; i++) values[i] = half_to_float(bits[i]);
-  return load(values);
-#endif
-}
-
-// The scales and offsets of a chunk.
-struct GroupScales {
-  Vec low, high, low_offsets, high_offsets;
-
-  GroupScales(const Grid& grid, const uint8_t* chunk) {
-    const uint8_t* scales = chunk + codes_bytes(grid);
-    low = load_halves(scales);
-    high = load_halves(scales + kHalvesBytes / 2);
-    if (!grid.has_offsets) return;
-    low_offsets = load_halves(scales + kHalvesBytes);
-    high_offsets = load_halves(scales + kHalvesBytes * 3 / 2);
-  }
-};
-
-#if defined(__AMX_INT8__)
-// 1024 codes of 4 bits, a byte each.
-void unpack_codes(const uint8_t* packed, uint8_t* codes) {
-  for (int i = 0; i < kGroupCodes / 2; i += 64) {
-    CodeVec low, high;
-    load_short_codes(packed + i, low, high);
-    store(codes + i, low);
-    store(codes + kGroupCodes / 2 + i, high);
-  }
-}
-#endif
 
 // The rows of x as digits. Row m is rows m D to m D + D - 1 of the digit tiles, its first digits first.
 template <int D>
@@ -373,10 +297,6 @@ void multiply(const Rows& rows, const QuantisedWeight& weight, const Output& out
 
 }  // namespace
 
-int64_t grid_bytes(const Grid& grid) {
-  return round_up(grid.columns, kChunk) / kChunk * num_chunks(grid) * chunk_bytes(grid);
-}
-
 template <class E>
 void linear_quantised(const Rows& rows, const QuantisedWeight& weight, int num_digits, const Output& out,
                       int num_threads) {
@@ -386,66 +306,6 @@ void linear_quantised(const Rows& rows, const QuantisedWeight& weight, int num_d
   } else {
     multiply<E, 2>(rows, weight, out, num_threads);
   }
-}
-
-void pack_grid(const Grid& grid, const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, uint8_t* packed,
-               int num_threads) {
-  const int64_t chunks = num_chunks(grid), bytes = chunk_bytes(grid);
-  const int k_size = chunk_k(grid);
-  parallel(num_threads, [&](int thread, int threads) {
-    const Range own = share(round_up(grid.columns, kChunk) / kChunk, thread, threads);
-    for (int64_t i = own.begin * chunks; i < own.end * chunks; i++) {
-      const int64_t first_column = i / chunks * kChunk, first_k = i % chunks * k_size;
-      uint8_t* chunk = packed + i * bytes;
-      std::fill(chunk, chunk + bytes, 0);
-      for (int column = 0; column < std::min<int64_t>(kChunk, grid.columns - first_column); column++) {
-        const uint8_t* row = codes + (first_column + column) * grid.size + first_k;
-        for (int k = 0; k < std::min<int64_t>(k_size, grid.size - first_k); k++) {
-          const int place = code_offset(grid, k, column);
-          if (grid.bits == 8) {
-            chunk[place] = row[k];
-          } else {
-            chunk[place % (kGroupCodes / 2)] |= static_cast<uint8_t>(row[k] << place / (kGroupCodes / 2) * 4);
-          }
-        }
-        if (grid.whole_rows) continue;
-        const int64_t group = (first_column + column) * chunks + i % chunks;
-        uint8_t* scale = chunk + codes_bytes(grid) + column * sizeof(uint16_t);
-        std::memcpy(scale, scales + group, sizeof(uint16_t));
-        if (grid.has_offsets) std::memcpy(scale + kHalvesBytes, offsets + group, sizeof(uint16_t));
-      }
-    }
-  });
-}
-
-void unpack_quantised_columns(const QuantisedWeight& weight, const int64_t* ids, int64_t num_ids, float factor,
-                              float* out, int num_threads) {
-  const Grid& grid = weight.grid;
-  const int64_t chunks = num_chunks(grid), bytes = chunk_bytes(grid);
-  const int k_size = chunk_k(grid);
-  parallel(num_threads, [&](int thread, int threads) {
-    const Range own = share(num_ids, thread, threads);
-    for (int64_t i = own.begin; i < own.end; i++) {
-      const int column = static_cast<int>(ids[i] % kChunk);
-      for (int64_t k = 0; k < grid.size; k++) {
-        const uint8_t* chunk = weight.data + (ids[i] / kChunk * chunks + k / k_size) * bytes;
-        const int place = code_offset(grid, static_cast<int>(k % k_size), column);
-        const int code =
-            grid.bits == 8 ? chunk[place] : chunk[place % (kGroupCodes / 2)] >> place / (kGroupCodes / 2) * 4 & 15;
-        uint16_t halves[2] = {};
-        float scale = weight.scales ? weight.scales[ids[i]] : 0.0f;
-        if (!grid.whole_rows) {
-          const uint8_t* at = chunk + codes_bytes(grid) + column * sizeof(uint16_t);
-          std::memcpy(&halves[0], at, sizeof(uint16_t));
-          if (grid.has_offsets) std::memcpy(&halves[1], at + kHalvesBytes, sizeof(uint16_t));
-          scale = half_to_float(halves[0]);
-        }
-        const float element = grid.has_offsets ? scale * static_cast<float>(code) + half_to_float(halves[1])
-                                               : scale * static_cast<float>(code - zero_of(grid));
-        out[i * grid.size + k] = factor * element;
-      }
-    }
-  });
 }
 
 template void linear_quantised<bf16>(const Rows&, const QuantisedWeight&, int, const Output&, int);

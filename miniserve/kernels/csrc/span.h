@@ -12,10 +12,11 @@ constexpr int kSpanTiles = 8;  // of 32 keys each
 constexpr int kSpan = kSpanTiles * kChunk;
 constexpr int kMostPanels = kMostHeadDim / kChunk;
 
-// The tiles of a span's keys and values.
+// The tiles of a span's keys and values, from `first_key` on: those before it, which no row sees, are left out.
 template <class C>
 struct Tiles {
   CacheTile<C> data[kSpanTiles];
+  int64_t first_key = 0;
   int count = 0;
 };
 
