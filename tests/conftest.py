@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from miniserve.kernels.native import NativeKernels
@@ -14,6 +15,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Read when torch is imported, also by servers that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test asks for two, they do not wait by spinning
+
+# The same examples in every run, so that a red run is the change's own doing. To look for new ones:
+# `HYPOTHESIS_PROFILE=explore uv run pytest`.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +27,13 @@ MERGES = [
     ("ne", "r"),
     ("y", "s"),
 ]
+ADDED = ("<think>", "lit▁eral", "▁▁")
+SPECIAL = ("<unk>", "<s>", "</s>")
+# The embedded vocabulary lacks a few bytes: six control characters, and those of the planes 4 to 15. The space that
+# the other tokenizer puts before a text would also come behind each added token.
+ANY_TEXT = st.text(
+    st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)
+).filter(lambda text: not any(token in text for token in (*ADDED, *SPECIAL)))
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def sentencepiece_style() -> PreTrainedTokenizerFast:
     """Like Llama 2's: a space before the text, bytes for what the vocabulary lacks, BOS before a prompt."""
     merged = [left + right for left, right in MERGES]
-    tokens = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys([*PIECES, *merged])]
+    tokens = [*SPECIAL, *BYTES, *dict.fromkeys([*PIECES, *merged])]
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=MERGES, unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -72,9 +80,9 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.add_special_tokens([*SPECIAL])
     # The last one is spelled by the vocabulary too, as Gemma's runs of spaces are; the others are not.
-    backend.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "lit▁eral", "▁▁")])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )

@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from miniserve.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from miniserve.text.tokenizer import Tokenizer
+from tests.text.conftest import ANY_TEXT
 
 SHARED_FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-# The embedded vocabulary lacks a few bytes: six control characters, and those of the planes 4 to 15.
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF))
 TEXTS = [
     "The capital of France is Paris.",
     "  two  spaces, a\ttab\r\nand\n\n\nlines ",
@@ -55,7 +54,7 @@ def test_byte_fallback_round_trip_keeps_the_leading_space(byte_fallback: Any, te
 
 
 @SHARED_FIXTURES
-@given(text=TEXT)
+@given(text=ANY_TEXT)
 def test_any_text_round_trips(byte_level: Any, byte_fallback: Any, text: str) -> None:
     ids = byte_level.ours.encode(text, add_special_tokens=False)
     assert byte_level.ours.decode(ids, skip_special_tokens=False) == text
