@@ -1,6 +1,6 @@
 # One command is the check: what `make check` says is what CI says.
 
-.PHONY: check format lint types imports test faults fix sample-run
+.PHONY: check format lint types imports test faults soak audit fix sample-run
 
 check: format lint types imports test
 
@@ -25,6 +25,16 @@ faults:
 	FAULT_REPORT=faults.jsonl uv run pytest tests/faults -m "slow or not slow" --numprocesses 0
 	uv run python scripts/fault_report.py faults.jsonl docs/RELIABILITY.md
 	rm -f faults.jsonl
+
+# Half an hour of mixed traffic, and whether the server stays as it was: output/soak/report.md.
+soak:
+	uv run python scripts/soak.py
+
+# The locked packages against the public lists of known vulnerabilities; needs the network.
+audit:
+	uv export --locked --no-hashes --no-emit-project --quiet --output-file audit.txt
+	uvx pip-audit --strict --no-deps --disable-pip --requirement audit.txt
+	rm -f audit.txt
 
 fix:
 	uv run ruff format .

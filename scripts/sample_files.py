@@ -102,6 +102,8 @@ def readme(files: Sequence[Artifact], with_pictures: bool) -> str:
             f"| [{INPUT}]({INPUT}) | a request; the only file that is not made by the run | |",
             *rows,
             "",
+            "[soak/report.md](soak/report.md) is of another run, `make soak`: half an hour of mixed traffic.",
+            "",
             "By hand, the server listens on its default port, 8000; this run's had another: see the stream's line 1."
             " The logs are without the lines of `/stats`.",
             "",

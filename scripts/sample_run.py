@@ -168,7 +168,7 @@ def record(folder: Path, port: int, programs: Programs | None) -> None:
 
 
 @contextmanager
-def serving(url: str, log: Path, *flags: str) -> Iterator[None]:
+def serving(url: str, log: Path, *flags: str) -> Iterator[SpawnedServer]:
     """A server, ready, until the context ends; then its log lies in `log`."""
     command = (*SERVE_COMMAND, "--model", MODEL, *flags)
     server = SpawnedServer(command, f"{url}/v1")
@@ -176,7 +176,7 @@ def serving(url: str, log: Path, *flags: str) -> Iterator[None]:
     server.start()
     try:
         _wait_ready(server, url)
-        yield
+        yield server
     except ValueError as error:
         raise ValueError(f"{error}\nthe server's log ends with:\n{server.last_lines(20)}") from error
     finally:

@@ -35,6 +35,11 @@ class SpawnedServer:
         self.log = Path(os.devnull)
 
     @property
+    def pid(self) -> int | None:
+        """None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return None if self._process is None else self._process.poll()
