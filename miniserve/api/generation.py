@@ -23,7 +23,8 @@ from miniserve.api.schemas.common import SamplingFields
 from miniserve.api.sse import EventStream, Write, event, until_disconnect
 from miniserve.core.request import Request
 from miniserve.engine.answer import Answer, AnswerDelta, join_deltas
-from miniserve.engine.async_engine import AsyncEngine, OutputStream
+from miniserve.engine.async_engine import AsyncEngine
+from miniserve.engine.output_stream import OutputStream
 from miniserve.outputs import EngineOutput
 from miniserve.text.parsers.base import TextDelta
 

@@ -37,7 +37,12 @@ def _serve(args: argparse.Namespace) -> int:
             return build_engine(config, progress=progress, on_build=say, hooks=hooks)
 
     names = _model_names(server, config)
-    engine = AsyncEngine(build, model_name=names[0], max_queued_requests=server.max_queued_requests)
+    engine = AsyncEngine(
+        build,
+        model_name=names[0],
+        max_queued_requests=server.max_queued_requests,
+        stuck_after=server.timeout_step,
+    )
     serve(create_app(engine, server, names), engine, server, lambda url: _announce(engine.parts, names[0], url))
     return 0
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from miniserve.core.request import Request
 from miniserve.engine.engine import ENGINE_FAILED, Engine
+from miniserve.engine.health import DETAILS, STUCK, EngineStatus, Health
 from miniserve.engine.metrics import MetricsHook
+from miniserve.engine.output_stream import OutputStream
 from miniserve.engine.prometheus import PrometheusMetrics
 from miniserve.engine.request_log import RequestLog
 from miniserve.engine.stats import EngineStats
@@ -35,7 +38,7 @@ from miniserve.errors import (
     RequestError,
     StartupError,
 )
-from miniserve.outputs import EngineOutput, FinishReason
+from miniserve.outputs import EngineOutput
 
 if TYPE_CHECKING:
     from miniserve.engine.build import EngineParts
@@ -43,108 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0  # how long `stop` waits for the step that is being computed
-
-
-class EngineStatus(StrEnum):
-    """Where the engine is in its life."""
-
-    LOADING = "loading"
-    READY = "ok"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
-    STOPPED = "stopped"
-    DEAD = "dead"  # could not be built, or hit an error that it cannot go on after
-
-
-STUCK = "stuck"  # shown in place of "ok" while a step takes far too long
-_DETAILS: dict[str, str] = {
-    EngineStatus.LOADING: "the model is being loaded; try again in a moment",
-    EngineStatus.DRAINING: "the server is shutting down",
-    EngineStatus.STOPPED: "the server has shut down",
-    EngineStatus.DEAD: "the engine has failed, and the server must be restarted; its log says why",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether new requests can be served, and why not.
-
-    Attributes:
-        status: a value of `EngineStatus`, or "stuck".
-        last_step_age_seconds: since the last step ended, or the current work began; 0 when there is no work.
-    """
-
-    status: str
-    healthy: bool
-    last_step_age_seconds: float
-    detail: str | None = None
-
-
-class OutputStream:
-    """The outputs of one `submit`: `async with engine.submit(...) as outputs: async for output in outputs: ...`.
-
-    What has come in since the last look is merged, one output per request, so a slow reader costs no more memory than
-    the answers themselves. It ends when all requests have ended; leaving it aborts those that have not.
-
-    Raises, while iterating and after everything that came before:
-        RequestError: the engine refused a request.
-        InternalError: the engine failed on a request.
-        EngineUnavailableError: the engine died or is shutting down.
-    """
-
-    def __init__(self, request_ids: Iterable[str], abort: Callable[[Sequence[str]], None]) -> None:
-        self._unfinished = set(request_ids)
-        self._abort = abort
-        self._pending: dict[str, EngineOutput] = {}
-        self._error: MiniserveError | None = None
-        self._closed = False
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closed = True
-        self._pending.clear()
-        if self._unfinished:
-            self._abort(list(self._unfinished))
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._unfinished:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        return self._pending.pop(next(iter(self._pending)))
-
-    def ready(self) -> list[EngineOutput]:
-        """What else has come in already: for a reader who hands on a whole step's outputs in one piece."""
-        outputs = list(self._pending.values())
-        self._pending.clear()
-        return outputs
-
-    def push(self, output: EngineOutput) -> None:
-        """An output of one of its requests; an error ends the stream for all of them."""
-        if output.finish_reason is not None:
-            self._unfinished.discard(output.request_id)
-        if output.finish_reason is FinishReason.ERROR:
-            self.fail(InternalError(output.error or ENGINE_FAILED))
-        elif self._error is None and not self._closed:
-            earlier = self._pending.get(output.request_id)
-            self._pending[output.request_id] = output if earlier is None else earlier.merge(output)
-        self._changed.set()
-
-    def fail(self, error: MiniserveError) -> None:
-        """Let the reader have `error`, after what is pending. The first error stays."""
-        if self._error is None:
-            self._error = error
-        self._changed.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +71,7 @@ class _Refusal:
     """These requests never came into the engine, or left it at once."""
 
     request_ids: Sequence[str]
-    error: RequestError
+    error: MiniserveError
 
 
 _Command = _Add | _Abort | _Stop
@@ -183,7 +84,8 @@ class AsyncEngine:
         build: makes the engine, on its thread; gets the hooks that the engine must call.
         model_name: what clients call the model; the label of all metrics.
         max_queued_requests: requests that may wait beyond those that can run at once. A prompt with n choices is n.
-        stuck_after: seconds without the end of a step after which the engine counts as stuck.
+        stuck_after: seconds without the end of a step after which the engine counts as stuck: nothing is admitted, and
+            nobody is left waiting for it. When the step ends after all, it serves again.
     """
 
     def __init__(
@@ -192,7 +94,7 @@ class AsyncEngine:
         *,
         model_name: str,
         max_queued_requests: int = 1024,
-        stuck_after: float = 120.0,
+        stuck_after: float = 300.0,
     ) -> None:
         self.stats = EngineStats(model_name)
         self.metrics = PrometheusMetrics(model_name)
@@ -218,6 +120,7 @@ class AsyncEngine:
         """Start the thread, which builds the engine and then serves this event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watch(was_stuck=False)
 
     async def wait_ready(self) -> None:
         """Return when the engine can be used.
@@ -238,7 +141,7 @@ class AsyncEngine:
             EngineUnavailableError: it is not there yet, or not any more.
         """
         if self._parts is None or self._status not in (EngineStatus.READY, EngineStatus.DRAINING):
-            raise EngineUnavailableError(_DETAILS[self._status])
+            raise EngineUnavailableError(DETAILS[self._status])
         return self._parts
 
     def health(self) -> Health:
@@ -247,7 +150,7 @@ class AsyncEngine:
         if self._status is EngineStatus.READY and age > self._stuck_after:
             return Health(STUCK, False, age, f"the engine has been busy with one step for {age:.0f} s")
         status = self._status
-        return Health(status.value, status is EngineStatus.READY, age, _DETAILS.get(status))
+        return Health(status.value, status is EngineStatus.READY, age, DETAILS.get(status))
 
     def check_admission(self) -> None:
         """Refuse early what `submit` would refuse anyway, whatever the request.
@@ -288,13 +191,15 @@ class AsyncEngine:
 
     async def drain(self, grace: float) -> None:
         """Take no new requests, and return when all have ended; those left after `grace` seconds are failed."""
+        if self.health().status == STUCK:  # nobody waits any more
+            grace = 0.0
         if self._status in (EngineStatus.LOADING, EngineStatus.READY):
             self._status = EngineStatus.DRAINING
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         if not self._idle.is_set():
             logger.warning("%d requests did not end within %g s, and are aborted", len(self._streams), grace)
-            self._fail_streams(EngineStatus.DRAINING)
+            self._fail_streams(DETAILS[EngineStatus.DRAINING])
             self._abort(list(self._streams))
 
     async def stop(self) -> None:
@@ -302,10 +207,10 @@ class AsyncEngine:
         is_loading = not self._built.is_set()
         if self._status is not EngineStatus.DEAD:
             self._status = EngineStatus.STOPPED
-        self._fail_streams(EngineStatus.STOPPED)
+        self._fail_streams(DETAILS[EngineStatus.STOPPED])
         self._idle.set()
         if is_loading:
-            self._failure = EngineUnavailableError(_DETAILS[EngineStatus.STOPPED])
+            self._failure = EngineUnavailableError(DETAILS[EngineStatus.STOPPED])
             self._built.set()
         self._inbox.put(_Stop())
         # Loading cannot be interrupted, and may take minutes: the thread is a daemon, and ends with the process.
@@ -342,6 +247,25 @@ class AsyncEngine:
                 "try again later"
             )
 
+    def _watch(self, *, was_stuck: bool) -> None:
+        """Now and then, until the engine ends: see that nobody waits for a step that does not end."""
+        assert self._loop is not None
+        if self._status in (EngineStatus.STOPPED, EngineStatus.DEAD):
+            return
+        health = self.health()
+        is_stuck = health.status == STUCK
+        if is_stuck and not was_stuck:
+            self._on_stuck(health.detail or health.status)
+        elif was_stuck and not is_stuck:
+            logger.warning("the step has ended after all: serving again")
+        self._loop.call_later(min(1.0, self._stuck_after / 4), functools.partial(self._watch, was_stuck=is_stuck))
+
+    def _on_stuck(self, detail: str) -> None:
+        stack = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(stack)) if stack is not None else "its thread has ended"
+        logger.critical("%s: %d requests fail. It is at:\n%s", detail, len(self._streams), where)
+        self._fail_streams(detail)
+
     def _step_age(self) -> float:
         start = self._step_start
         return 0.0 if start is None else time.monotonic() - start
@@ -371,13 +295,13 @@ class AsyncEngine:
             self._built.set()
         if self._status is not EngineStatus.STOPPED:
             self._status = EngineStatus.DEAD
-        self._fail_streams(self._status)
+        self._fail_streams(DETAILS[self._status])
         self._streams.clear()
         self._idle.set()
 
-    def _fail_streams(self, status: EngineStatus) -> None:
+    def _fail_streams(self, reason: str) -> None:
         for stream in set(self._streams.values()):
-            stream.fail(EngineUnavailableError(_DETAILS[status]))
+            stream.fail(EngineUnavailableError(reason))
 
     # On the engine thread
 
@@ -442,11 +366,19 @@ def _add(engine: Engine, command: _Add) -> list[_Refusal]:
         for choices in command.prompts:
             engine.add(choices[0], choices[1:], arrival=command.arrival)
             queued += _ids([choices])
-    except RequestError as error:
+    except Exception as error:
         for request_id in queued:
             engine.abort(request_id)
-        return [_Refusal(_ids(command.prompts), error)]
+        return [_Refusal(_ids(command.prompts), _refusal(error))]
     return []
+
+
+def _refusal(error: Exception) -> MiniserveError:
+    """What is told of an error at the adding of a request."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("a request could not be queued", exc_info=error)
+    return InternalError(ENGINE_FAILED)
 
 
 def _ids(prompts: Sequence[Sequence[Request]]) -> list[str]:

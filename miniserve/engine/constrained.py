@@ -6,17 +6,20 @@ likes best are allowed anyway: so it samples first, and only who got a token tha
 samples again. This is rejection sampling, and exact: whoever is greedy gets the same token, whoever draws gets each
 with the same probability (with a seed the very same one, as the noise belongs to the tokens). Where top-k, top-p or
 min-p choose among what is allowed, the mask comes first. Where a grammar leaves no choice for some tokens, all of them
-are taken at once, and no mask is needed.
+are taken at once, and no mask is needed. A grammar that fails ends its own request, and no other.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
-from miniserve.structured.masks import MaskQuery, MaskWorker
+from miniserve.structured.masks import GRAMMAR_FAILED, MaskQuery, MaskWorker, PendingMasks
+
+logger = logging.getLogger(__name__)
 
 Sample = Callable[[SchedulerOutput, Any, Mapping[str, Any]], RunnerOutput]
 
@@ -28,17 +31,22 @@ class ConstrainedSampling:
         sample: the runner's.
         masks: computes masks.
         queries: the requests that follow a grammar.
+        errors: what those are told who do, and whose grammar cannot even be asked; by request.
     """
 
-    def __init__(self, sample: Sample, masks: MaskWorker, queries: Sequence[MaskQuery]) -> None:
+    def __init__(
+        self, sample: Sample, masks: MaskWorker, queries: Sequence[MaskQuery], errors: Mapping[str, str]
+    ) -> None:
         self._sample = sample
         self._worker = masks
-        self._forced = {query.request_id: tokens for query in queries if (tokens := query.forced())}
-        choosing = [query for query in queries if query.request_id not in self._forced]
-        self._tried = {} if masks.ahead else {query.request_id: query for query in choosing if query.may_try}
         self._rows: dict[str, Any] = {}
-        self._errors: dict[str, str] = {}
-        self._pending = masks.start([query for query in choosing if query.request_id not in self._tried])
+        self._errors = dict(errors)
+        self._forced = {query.request_id: tokens for query in queries if (tokens := self._forced_by(query))}
+        choosing = [query for query in queries if query.request_id not in {**self._forced, **self._errors}]
+        self._tried = {} if masks.ahead else {query.request_id: query for query in choosing if query.may_try}
+        self._asked: Sequence[MaskQuery] = ()
+        self._pending: PendingMasks | None = None
+        self._start([query for query in choosing if query.request_id not in self._tried])
 
     def sample(self, step: SchedulerOutput, logits: Any) -> RunnerOutput:
         """The next tokens. Again after a failure, also with a part of the step: nothing is computed twice.
@@ -51,16 +59,43 @@ class ConstrainedSampling:
         results = self._results(step, logits)
         refused = [item for item in step.scheduled if self._is_refused(item.request_id, results[item.request_id])]
         if refused:
-            self._pending = self._worker.start([self._tried.pop(item.request_id) for item in refused])
+            self._start([self._tried.pop(item.request_id) for item in refused])
             self.wait()
             results |= self._results(SchedulerOutput(tuple(refused)), logits)
         return RunnerOutput(tuple(self._kept(item, results[item.request_id]) for item in step.scheduled))
 
     def wait(self) -> None:
         """For the masks that are on their way: until then nothing else may touch the matchers."""
-        masks = self._pending.result()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            masks = pending.result()
+        except Exception:
+            self._fail_asked()
+            return
         self._rows = {**self._rows, **masks.rows}  # the runner may keep the one it got
         self._errors |= masks.errors
+
+    def _start(self, queries: Sequence[MaskQuery]) -> None:
+        self._asked = queries
+        try:
+            self._pending = self._worker.start(queries)
+        except Exception:
+            self._fail_asked()
+
+    def _fail_asked(self) -> None:
+        """Their matchers may be in use by a thread, for ever: nobody touches them again."""
+        logger.exception("the masks of %d requests failed, and they end", len(self._asked))
+        self._errors |= dict.fromkeys((query.request_id for query in self._asked), GRAMMAR_FAILED)
+
+    def _forced_by(self, query: MaskQuery) -> tuple[int, ...]:
+        try:
+            return query.forced()
+        except Exception:
+            logger.exception("the grammar of request %s failed, and it ends", query.request_id)
+            self._errors[query.request_id] = GRAMMAR_FAILED
+            return ()
 
     def _results(self, step: SchedulerOutput, logits: Any) -> dict[str, RunnerResult]:
         results = self._sample(step, logits, self._rows).results

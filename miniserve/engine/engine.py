@@ -79,11 +79,13 @@ class Engine:
             arrival: when it was submitted, on the clock of `time.perf_counter`; None is now.
 
         Raises:
-            RequestError: it can never run. Nothing was added then.
+            RequestError: it can never run.
+            Exception: whatever its text or its grammar raises. Nothing was added in either case.
         """
+        choices = (request, *forks)
+        states = {choice.request_id: self.output_processor.state(choice, arrival) for choice in choices}
         self.scheduler.add(request, forks)
-        for choice in (request, *forks):
-            self.output_processor.add(choice, arrival)
+        self.output_processor.add(states)
 
     def abort(self, request_id: str) -> EngineOutput | None:
         """End a request at once and free its blocks; None if it is unknown or has ended."""
@@ -109,7 +111,7 @@ class Engine:
         return outputs
 
     def _compute(self, step: SchedulerOutput) -> RunnerOutput:
-        sampling = ConstrainedSampling(self.runner.sample, self.masks, self.output_processor.constrained(step))
+        sampling = ConstrainedSampling(self.runner.sample, self.masks, *self.output_processor.constrained(step))
         try:
             return sampling.sample(step, self.runner.execute(step))
         except Exception:

@@ -6,8 +6,9 @@ text or the grammar did. What the tokens say is `output_text`'s.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miniserve.core.request import Request
@@ -16,8 +17,10 @@ from miniserve.core.scheduler import RequestNews
 from miniserve.engine.output_text import OutputText
 from miniserve.outputs import EngineOutput, FinishReason, Timing, TokenLogprobs, Usage
 from miniserve.structured.compiler import GrammarError
-from miniserve.structured.masks import MaskQuery
+from miniserve.structured.masks import GRAMMAR_FAILED, MaskQuery
 from miniserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # What users are told, before what the grammar says.
 LEFT_GRAMMAR = "the answer does not keep to its structure"
@@ -73,12 +76,14 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
 
-    def add(self, request: Request, arrival: float | None = None) -> None:
-        """Know a request before its first step. `arrival`: when it was submitted (`perf_counter`), if not now."""
-        self._states[request.request_id] = RequestState(
-            OutputText(self._tokenizer, request.sampling, request.output_format),
-            arrival=time.perf_counter() if arrival is None else arrival,
-        )
+    def state(self, request: Request, arrival: float | None = None) -> RequestState:
+        """What `add` wants of a request. `arrival`: when it was submitted (`perf_counter`), if not now."""
+        text = OutputText(self._tokenizer, request.sampling, request.output_format)
+        return RequestState(text, arrival=time.perf_counter() if arrival is None else arrival)
+
+    def add(self, states: Mapping[str, RequestState]) -> None:
+        """Know requests, by their ids, before their first step."""
+        self._states.update(states)
 
     def scheduled(self, step: SchedulerOutput) -> None:
         """End the queue time of those who are computed for the first time."""
@@ -88,13 +93,20 @@ class OutputProcessor:
             if state.first_scheduled is None:
                 state.first_scheduled = now
 
-    def constrained(self, step: SchedulerOutput) -> list[MaskQuery]:
-        """Whose next token has to keep to a grammar."""
-        return [
-            query
-            for item in step.scheduled
-            if item.samples and (query := self._states[item.request_id].text.mask_query(item.request_id)) is not None
-        ]
+    def constrained(self, step: SchedulerOutput) -> tuple[list[MaskQuery], dict[str, str]]:
+        """Whose next token has to keep to a grammar; and what those are told, by request, whose grammar cannot say."""
+        queries: list[MaskQuery] = []
+        errors: dict[str, str] = {}
+        for item in step.scheduled:
+            try:
+                query = self._states[item.request_id].text.mask_query(item.request_id) if item.samples else None
+            except Exception:
+                logger.exception("the grammar of request %s failed, and it ends", item.request_id)
+                errors[item.request_id] = GRAMMAR_FAILED
+                continue
+            if query is not None:
+                queries.append(query)
+        return queries, errors
 
     def process(self, news: RequestNews) -> Processed | None:
         """The output that the news make; None while a prompt is only partly computed.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MASK_SECONDS = 2.0
 _TOO_LONG = f"its grammar takes more than {MASK_SECONDS:g} s to tell what may come next"
-_FAILED = "its grammar failed"
+GRAMMAR_FAILED = "its grammar failed"
 
 Row = NDArray[np.int32]
 
@@ -231,4 +231,4 @@ def _told(failure: BaseException) -> str:
     if isinstance(failure, GrammarError):
         return str(failure)
     logger.error("a mask failed", exc_info=failure)
-    return _FAILED
+    return GRAMMAR_FAILED

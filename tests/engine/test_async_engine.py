@@ -18,9 +18,11 @@ import pytest
 
 from miniserve.core.request import Request
 from miniserve.core.schedule import ScheduledRequest, SchedulerOutput
-from miniserve.engine.async_engine import AsyncEngine, OutputStream
+from miniserve.engine.async_engine import AsyncEngine
 from miniserve.engine.build import EngineParts
+from miniserve.engine.engine import ENGINE_FAILED
 from miniserve.engine.metrics import MetricsHook
+from miniserve.engine.output_stream import OutputStream
 from miniserve.errors import (
     ConfigError,
     ContextLengthError,
@@ -29,7 +31,7 @@ from miniserve.errors import (
     InvalidParameterError,
     QueueFullError,
 )
-from miniserve.outputs import EngineOutput, FinishReason
+from miniserve.outputs import EngineOutput, FinishReason, OutputFormat
 from miniserve.sampling_params import SamplingParams
 from miniserve.structured.masks import MaskQuery, MaskWorker
 from tests.engine.scripted import (
@@ -387,6 +389,23 @@ async def test_a_request_that_fails() -> None:
 
 
 @on_loop
+async def test_a_request_that_cannot_even_be_added() -> None:
+    """Bug: an exception when a request's text or grammar was set up ended the engine, and with it all requests."""
+    async with running({"b": HELLO}) as (engine, _):
+        broken = [[make_request("a")], [make_request("c", output_format=OutputFormat(grammar=BrokenGrammar()))]]
+        beside = engine.submit([[make_request("b")]])
+        with pytest.raises(InternalError, match=ENGINE_FAILED):
+            await read(engine.submit(broken))
+        assert text_of(await read(beside)) == "Hello world"
+        await settled(engine)
+
+
+class BrokenGrammar:
+    def start(self) -> Any:
+        raise MemoryError
+
+
+@on_loop
 async def test_text_before_an_error_is_not_lost() -> None:
     """Also when the error came before the reader looked."""
     async with running({"a": tokens("ab")}) as (engine, runner):
@@ -459,21 +478,59 @@ async def test_an_error_of_the_scheduler_is_the_end(monkeypatch: pytest.MonkeyPa
 
 
 @on_loop
-async def test_a_stuck_step_shows() -> None:
-    """Bug: the engine's loop hung, and its health stayed green."""
-    async with running(stuck_after=0.01) as (engine, runner):
+async def test_a_stuck_step_shows(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: the engine's loop hung, and its health stayed green, and its clients waited for ever."""
+    async with running(stuck_after=0.05) as (engine, runner):
         runner.gate.clear()
-        stream = engine.submit([[make_request("a", max_tokens=2)]])
-        await until(lambda: engine.health().status == "stuck")
+        async with engine.submit([[make_request("a", max_tokens=2)]]) as stream:
+            with pytest.raises(EngineUnavailableError, match="busy with one step"):
+                await read(stream)
         health = engine.health()
-        assert not health.healthy and health.last_step_age_seconds > 0.01 and health.detail is not None
+        assert health.status == "stuck" and not health.healthy and health.last_step_age_seconds > 0.05
         assert engine.stats.snapshot()["last_step_age_seconds"] > 0
         with pytest.raises(EngineUnavailableError, match="busy with one step"):
             engine.check_admission()
+        [record] = [record for record in caplog.records if record.levelname == "CRITICAL"]
+        assert "1 requests fail" in record.getMessage() and "gate.wait" in record.getMessage(), "where it hangs"
+
+
+@on_loop
+async def test_a_step_that_ends_after_all() -> None:
+    """It serves again, and nothing is left of those who did not wait."""
+    async with running(stuck_after=0.05) as (engine, runner):
+        runner.gate.clear()
+        async with engine.submit([[make_request("a", max_tokens=2)]]) as stream:
+            with pytest.raises(EngineUnavailableError):
+                await read(stream)
         runner.gate.set()
-        assert text_of(await read(stream)) == ".."
         await until(lambda: engine.health().status == "ok")
         await settled(engine)
+        assert text_of(await read(engine.submit([[make_request("b", max_tokens=2)]]))) == ".."
+        await settled(engine)
+
+
+@on_loop
+async def test_what_came_before_a_stuck_step_is_not_lost() -> None:
+    async with running(stuck_after=0.05) as (engine, runner):
+        runner.permits = threading.Semaphore(2)
+        outputs = []
+        async with engine.submit([[make_request("a", max_tokens=5)]]) as stream:
+            with pytest.raises(EngineUnavailableError):
+                async for output in stream:
+                    outputs.append(output)
+        assert text_of(outputs) == ".."
+        runner.permits.release(9)
+        await settled(engine)
+
+
+@on_loop
+async def test_drain_does_not_wait_for_a_stuck_step() -> None:
+    async with running(stuck_after=0.05) as (engine, runner):
+        runner.gate.clear()
+        engine.submit([[make_request("a")]])
+        await until(lambda: engine.health().status == "stuck")
+        await asyncio.wait_for(engine.drain(grace=100.0), 5)
+        runner.gate.set()
 
 
 # Loading and ending

@@ -21,7 +21,7 @@ class Generation:
     def __init__(self, **sampling: Any) -> None:
         self.request: Request = make_request("r", **sampling)
         self.processor = OutputProcessor(TOKENIZER)
-        self.processor.add(self.request)
+        self.processor.add({self.request.request_id: self.processor.state(self.request)})
 
     def push(self, *token_ids: int, end: FinishReason | None = None, stop_reason: int | None = None) -> EngineOutput:
         logprobs = tuple(scripted_logprobs(token_id, 2) for token_id in token_ids)
@@ -183,7 +183,7 @@ def test_the_clock_starts_with_the_submission() -> None:
     """Bug: the time that a request waited for the engine to finish its step was in no metric."""
     request = make_request("r")
     processor = OutputProcessor(TOKENIZER)
-    processor.add(request, arrival=time.perf_counter() - 1000)
+    processor.add({"r": processor.state(request, arrival=time.perf_counter() - 1000)})
     timing = processor.abort(request).timing
     assert timing is not None and timing.total >= 1000
 
@@ -311,6 +311,6 @@ def test_a_finished_id_may_be_used_again() -> None:
     generation.push(token("S"))
     generation.push(EOS, end=FinishReason.STOP)
     again = make_request("r")
-    generation.processor.add(again)
+    generation.processor.add({again.request_id: generation.processor.state(again)})
     processed = generation.processor.process(RequestNews(again, (token("a"),)))
     assert processed is not None and processed.output.text == "a"

@@ -216,7 +216,7 @@ def test_abort_and_error_drop_what_was_held_back(text: str) -> None:
     for end in (FinishReason.ABORT, FinishReason.ERROR):
         request = make_request("a", output_format=OutputFormat(thinking=THINK))
         processor = OutputProcessor(TOKENIZER)
-        processor.add(request)
+        processor.add({request.request_id: processor.state(request)})
         request.token_ids += line
         processed = processor.process(RequestNews(request, tuple(line)))
         assert processed is not None and processed.output.reasoning == text[7:8]
@@ -279,7 +279,7 @@ def test_many_tokens_in_one_step(tokenizer: Tokenizer, text: str) -> None:
     line = [*encode(text, tokenizer), EOS]
     request = make_request("a", output_format=OutputFormat(thinking=THINK))
     processor = OutputProcessor(tokenizer)
-    processor.add(request)
+    processor.add({request.request_id: processor.state(request)})
     request.token_ids += line
     request.finish_reason = FinishReason.STOP
     processed = processor.process(RequestNews(request, tuple(line)))
