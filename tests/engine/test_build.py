@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from miniserve import platform
 from miniserve.config import EngineConfig
@@ -228,3 +229,18 @@ def test_a_template_file_that_is_wrong(folder: Path, tmp_path: Path, content: by
     with pytest.raises(ConfigError, match=problem) as caught:
         build(folder, chat_template=str(path))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_weights_that_lead_beyond_all_numbers(folder: Path, kernels: str) -> None:
+    """Finite as they are, so that the model loads: each request is told, and none hangs."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = 1e36
+    weights["lm_head.weight"] *= 1e4
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    parts = build(folder, kernels=kernels)
+    for request_id in "ab":
+        parts.engine.add(parts.input_processor.process_prompt(request_id, [1, 2, 3], SamplingParams()))
+    outputs = parts.engine.step()
+    assert [output.error for output in outputs] == ["the model's logits are not finite"] * 2
+    assert not parts.engine.has_work and parts.engine.scheduler.kv.pool.num_used == 0
