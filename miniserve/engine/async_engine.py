@@ -282,7 +282,11 @@ class AsyncEngine:
         for output in outputs:
             ended = output.finish_reason is not None
             stream = self._streams.pop(output.request_id) if ended else self._streams[output.request_id]
-            stream.push(output)
+            try:
+                stream.push(output)
+            except Exception:  # whose other outputs, and everybody else's, must not be lost with it
+                logger.exception("an output of request %s failed, and it ends", output.request_id)
+                stream.fail(InternalError(ENGINE_FAILED))
         for refusal in refusals:
             for request_id in refusal.request_ids:
                 self._streams.pop(request_id).fail(refusal.error)

@@ -400,6 +400,29 @@ async def test_a_request_that_cannot_even_be_added() -> None:
         await settled(engine)
 
 
+@pytest.mark.parametrize("name", ["push", "merge"])
+@on_loop
+async def test_an_output_that_cannot_be_handed_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an exception at one request's output lost those behind it in the step, whose readers waited for ever."""
+    owner = {"push": OutputStream, "merge": EngineOutput}[name]
+    original = getattr(owner, name)
+
+    def broken(receiver: Any, output: EngineOutput) -> Any:
+        if output.request_id == "a":
+            raise MemoryError
+        return original(receiver, output)
+
+    monkeypatch.setattr(owner, name, broken)
+    async with running({"b": HELLO}) as (engine, _):
+        streams = [engine.submit([[make_request(request_id, max_tokens=9)]]) for request_id in "ab"]
+        await until(lambda: engine.parts.engine.scheduler.num_running == 0)  # nobody reads: outputs are merged
+        async with streams[0] as broken_stream:
+            with pytest.raises(InternalError, match=ENGINE_FAILED):
+                await read(broken_stream)
+        assert text_of(await read(streams[1])) == "Hello world"
+        await settled(engine)
+
+
 class BrokenGrammar:
     def start(self) -> Any:
         raise MemoryError

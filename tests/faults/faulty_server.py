@@ -77,6 +77,13 @@ class PoisonedTokenizer(Tokenizer):
             raise RuntimeError(SECRET)
         return data
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The same, when an answer is written: grammars ask for all tokens."""
+        data = super().token_bytes(token_id)
+        if data == POISON.encode() and sys._getframe(1).f_globals["__name__"].startswith("miniserve.api"):
+            raise RuntimeError(SECRET)
+        return data
+
 
 _accept = Matcher.accept
 

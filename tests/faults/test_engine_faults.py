@@ -20,6 +20,7 @@ import pytest
 
 from tests.contract.calls import COMPLETIONS, Server, check_error, check_error_object, events
 from tests.contract.process import ServerProcess
+from tests.contract.scripted_server import TOKENIZER_BYTES
 
 FAULTY = ("-m", "tests.faults.faulty_server")
 STEP_SECONDS = 1
@@ -98,10 +99,16 @@ def test_a_tokenizer_that_fails_on_a_prompt(server: Server, path: str) -> None:
     _check_unharmed(server)
 
 
-def test_a_tokenizer_that_fails_on_a_token_of_logprobs(server: Server) -> None:
-    """The neighbours of the answer's tokens are decoded for the list of alternatives."""
-    response = server.post(COMPLETIONS, prompt="<<say ~>>", logprobs=5, max_tokens=3)
-    assert response.status_code in (200, 500)
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+def test_a_tokenizer_that_fails_on_an_alternative_of_logprobs(server: Server, stream: bool) -> None:
+    """Found only when the answer is written: its neighbour in the vocabulary is one of the most probable tokens."""
+    good, neighbour = TOKENIZER_BYTES[ord("a")], TOKENIZER_BYTES[0x7F] - 1
+    asked = {"prompt": f"<<ids {good},{neighbour}>>", "logprobs": 3, "max_tokens": 3, "stream": stream}
+    response = server.post(COMPLETIONS, **asked)
+    if stream:
+        _check_broken_stream(response, "a")
+    else:
+        assert "secret" not in check_error(response, 500, "internal_error")
     _check_unharmed(server)
 
 
