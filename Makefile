@@ -32,9 +32,8 @@ soak:
 
 # The locked packages against the public lists of known vulnerabilities; needs the network.
 audit:
-	uv export --locked --no-hashes --no-emit-project --quiet --output-file audit.txt
-	uvx pip-audit --strict --no-deps --disable-pip --requirement audit.txt
-	rm -f audit.txt
+	uv export --locked --no-emit-project --quiet | \
+		uvx pip-audit --strict --require-hashes --disable-pip --requirement /dev/stdin
 
 fix:
 	uv run ruff format .

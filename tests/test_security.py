@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,16 @@ def test_no_code_of_a_checkpoint_is_run() -> None:
         for match in FORBIDDEN.finditer(path.read_text())
     ]
     assert not found
+
+
+def test_each_dependency_is_locked_with_its_hashes() -> None:
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    files = [
+        file
+        for package in packages
+        if "editable" not in package["source"]
+        for file in [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
+    ]
+    assert len(files) > len(packages) > 50
+    assert all(file["hash"].startswith("sha256:") for file in files)
+    assert all("registry" in package["source"] for package in packages if "editable" not in package["source"])
