@@ -17,7 +17,8 @@
     │   ├── RequestTooLargeError    413   the body is over the limit
     │   └── QueueFullError          429   too many requests wait already
     ├── EngineUnavailableError      503   loading, shutting down, or dead
-    └── InternalError               500   our fault: a request that the engine could not finish
+    ├── InternalError               500   our fault: a request that the engine could not finish
+    └── DeviceFailedError           500   the accelerator computes nothing any more: the end of the engine
 
 The message always says what was wrong, with the value, and what to do about it.
 """
@@ -134,6 +135,10 @@ class EngineUnavailableError(MiniserveError):
 
 class InternalError(MiniserveError):
     """Our fault: the engine could not finish a request."""
+
+
+class DeviceFailedError(MiniserveError):
+    """The accelerator has failed, and computes nothing any more until the process is started again."""
 
 
 def shown(value: object) -> str:

@@ -2,7 +2,8 @@
 
 Single-threaded: whoever owns an engine calls it from one thread only. What goes wrong is kept as small as it can be: a
 request that the runner or the output processor cannot handle ends with an error, and the others do not notice. The
-scheduler's state belongs to all requests: an exception there is the end of the engine, and propagates.
+scheduler's state belongs to all requests, and so does the device: when they fail, the engine ends, and the exception
+propagates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.engine.constrained import ConstrainedSampling
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor, Processed
+from miniserve.errors import DeviceFailedError
 from miniserve.outputs import EngineOutput
 from miniserve.structured.masks import MaskWorker
 
@@ -32,7 +34,11 @@ class Runner(Protocol):
     """What computes a step: `runner.ModelRunner`, or a script in tests. Computing a step twice does no harm."""
 
     def execute(self, step: SchedulerOutput) -> Any:
-        """The logits of the requests that sample, in whatever form `sample` takes them."""
+        """The logits of the requests that sample, in whatever form `sample` takes them.
+
+        Raises:
+            DeviceFailedError: nothing can be computed any more. Whatever else it or `sample` raises concerns the step.
+        """
 
     def sample(
         self, step: SchedulerOutput, logits: Any, masks: Mapping[str, Any] = MappingProxyType({})
@@ -114,6 +120,8 @@ class Engine:
         sampling = ConstrainedSampling(self.runner.sample, self.masks, *self.output_processor.constrained(step))
         try:
             return sampling.sample(step, self.runner.execute(step))
+        except DeviceFailedError:
+            raise
         except Exception:
             logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
             sampling.wait()
@@ -125,6 +133,8 @@ class Engine:
         try:
             [result] = sampling.sample(step, self.runner.execute(step)).results
             return result
+        except DeviceFailedError:
+            raise
         except Exception:
             logger.exception("request %s failed, and ends", item.request_id)
             return RunnerResult(error=ENGINE_FAILED)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.errors import DeviceFailedError
 from miniserve.kernels import sampling
 from miniserve.kernels.sampling import SamplingOperators
 from miniserve.models.transformer import Transformer
@@ -122,12 +124,13 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepLogits:
         """Compute the step's tokens and store their KV; the logits of the requests that sample, and prompt logprobs."""
-        self._clear(step.blocks_to_clear)
-        inputs = build_input(step.scheduled, self.block_size, self.device)
-        hidden = self._compute(inputs)
-        request_ids = tuple(item.request_id for item in step.scheduled if item.samples)
-        logits = self._logits(hidden[inputs.sample_rows])
-        return StepLogits(request_ids, logits, self._prompt_logprobs(step, inputs, hidden))
+        with self._watching_device():
+            self._clear(step.blocks_to_clear)
+            inputs = build_input(step.scheduled, self.block_size, self.device)
+            hidden = self._compute(inputs)
+            request_ids = tuple(item.request_id for item in step.scheduled if item.samples)
+            logits = self._logits(hidden[inputs.sample_rows])
+            return StepLogits(request_ids, logits, self._prompt_logprobs(step, inputs, hidden))
 
     @torch.inference_mode()
     def sample(
@@ -145,9 +148,10 @@ class ModelRunner:
         """
         items = [item for item in step.scheduled if item.samples]
         rows = [_sample_row(item, masks.get(item.request_id)) for item in items]
-        logits = computed.of(items)
-        token_ids = self.sampler.sample(logits, rows) if rows else []
-        logprobs = self._logprobs(items, logits, token_ids)
+        with self._watching_device():
+            logits = computed.of(items)
+            token_ids = self.sampler.sample(logits, rows) if rows else []
+            logprobs = self._logprobs(items, logits, token_ids)
         sampled = iter([_sampled(token_id, logprobs.get(i), rows[i]) for i, token_id in enumerate(token_ids)])
         results = [next(sampled) if item.samples else RunnerResult() for item in step.scheduled]
         if computed.prompt_logprobs:
@@ -155,6 +159,22 @@ class ModelRunner:
             entries = computed.prompt_logprobs
             results = [_with_prompt_logprobs(result, entries.get(item.request_id, ())) for item, result in pairs]
         return RunnerOutput(tuple(results))
+
+    @contextmanager
+    def _watching_device(self) -> Iterator[None]:
+        """Tell an operator that failed from an accelerator that did: after some of its errors every other call fails.
+
+        Raises:
+            DeviceFailedError: it cannot even make a number any more.
+        """
+        try:
+            yield
+        except torch.AcceleratorError as error:
+            try:
+                torch.ones(1, device=self.device).item()
+            except torch.AcceleratorError:
+                raise DeviceFailedError(f"{self.device} has failed: {error}") from error
+            raise
 
     def _forward(self, inputs: ModelInput) -> Tensor:
         """fp32 [num_tokens, hidden_size]."""

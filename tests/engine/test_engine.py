@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from miniserve.core.request import Request, RequestStatus
@@ -9,7 +11,7 @@ from miniserve.core.scheduler import RequestNews
 from miniserve.engine.engine import ENGINE_FAILED, Engine
 from miniserve.engine.metrics import StepStats
 from miniserve.engine.output_processor import Processed
-from miniserve.errors import ContextLengthError, InvalidParameterError
+from miniserve.errors import ContextLengthError, DeviceFailedError, InvalidParameterError
 from miniserve.outputs import EngineOutput, FinishReason, Usage
 from tests.engine.scripted import (
     EOS,
@@ -290,6 +292,20 @@ def test_a_runner_that_always_fails_ends_all() -> None:
     assert num_used_blocks(engine) == 0
     engine.add(make_request("d", max_tokens=1))
     assert text_of(run(engine), "d") == "."
+
+
+@pytest.mark.parametrize("name", ["execute", "sample"])
+def test_a_device_that_fails_ends_the_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each request failed alone, for ever, and health stayed green."""
+    engine = make_engine({})
+    engine.add(make_request("a"))
+
+    def fail(*_args: Any) -> Any:
+        raise DeviceFailedError("cuda has failed")
+
+    monkeypatch.setattr(engine.runner, name, fail)
+    with pytest.raises(DeviceFailedError):
+        engine.step()
 
 
 def test_what_the_runner_says_is_wrong_reaches_the_output() -> None:

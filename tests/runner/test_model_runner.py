@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.errors import DeviceFailedError
 from miniserve.outputs import TokenLogprobs
 from miniserve.runner.model_runner import ModelRunner, StepLogits
 from miniserve.sampling_params import SamplingParams
@@ -374,3 +375,19 @@ def test_rows_that_ask_for_nothing_are_never_processed(monkeypatch: pytest.Monke
     assert seen == []
     run(runner, *plain, item(0, 10, [7, 8, 9], SamplingParams(logit_bias={1: 1.0})))
     assert seen == [1]
+
+
+def test_an_operator_that_fails_and_a_device_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some errors an accelerator answers nothing any more: then no request can be served, and none is to wait."""
+    runner = tiny_runner()
+    step = SchedulerOutput((item(0, 3, [1, 2, 3]),))
+
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise torch.AcceleratorError("illegal memory access")
+
+    monkeypatch.setattr(runner, "_compute", fail)
+    with pytest.raises(torch.AcceleratorError):
+        runner.execute(step)
+    monkeypatch.setattr(torch, "ones", fail)
+    with pytest.raises(DeviceFailedError, match="cpu has failed: illegal memory access"):
+        runner.execute(step)
