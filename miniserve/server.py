@@ -16,6 +16,7 @@ import socket
 import ssl
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,10 @@ MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 # Python's 5 ms the event loop would lose that much per chunk to the engine's thread.
 SWITCH_INTERVAL = 0.0005
 _FLUSH_SECONDS = 5  # for slow readers to take the last chunks after the grace period
+_LAST_SECONDS = 0.1  # between the end of listening and the end of connections, for requests that are on their way
+MOST_FILES = 65536  # as many connections, about; nothing is kept for those that do not come
+_OTHER_FILES = 32  # those that are no connections, generously
+_WARN_SECONDS = 60.0  # between two warnings of the same
 
 
 def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callable[[str], None]) -> None:
@@ -51,6 +56,7 @@ def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callabl
         StartupError: the address or the certificate cannot be used, or the engine cannot be built.
     """
     configure_logging(config)
+    raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL)
     with listening_socket(config) as listener:
         server = _Server(_uvicorn_config(app, config), engine, config, lambda: announce(_url(config, listener)))
@@ -95,6 +101,33 @@ def _without_probes(record: logging.LogRecord) -> bool:
     path = str(target).partition("?")[0]
     record.args = (client, method, path, version, status)
     return path not in ("/health", "/metrics")
+
+
+# Open files
+
+
+def file_limit() -> int | None:
+    """How many files this process may have open, connections among them; None where nobody says."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_file_limit() -> None:
+    """To what the process may give itself. The usual 1024 are for programs that use `select`."""
+    limit = file_limit()
+    if sys.platform == "win32" or limit is None:
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if limit < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a second bound, which it does not tell of
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # Sockets
@@ -223,6 +256,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     request_seconds = 60.0  # from a request's first byte, or the connection's beginning, to the request's last byte
+    is_last_request = False  # whether connections end with the request that they are at
     _header_bytes = 0
     _silent_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
@@ -241,6 +275,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The request came in whole."""
         self._clear_deadline()
         super().on_message_complete()
+        if self.is_last_request:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let the current answer be the last, and say so.
+
+        Not where it is too late to say it, nor while the request comes in: the client would not get to read the answer.
+        """
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def _set_deadline(self) -> None:
         self._clear_deadline()
@@ -319,6 +363,8 @@ class _Server(uvicorn.Server):
         self, config: uvicorn.Config, engine: AsyncEngine, asked: ServerConfig, announce: Callable[[], None]
     ) -> None:
         super().__init__(config)
+        assert issubclass(config.http_protocol_class, BoundedHttpProtocol)
+        self._protocol = config.http_protocol_class
         self.failure: BaseException | None = None
         self._engine = engine
         self._grace = float(asked.timeout_graceful_shutdown)
@@ -327,6 +373,8 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._exiting = False
+        self._flush_seconds = float(_FLUSH_SECONDS)
+        self._next_warning = 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -355,12 +403,24 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._start(self._watch_loading)
 
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's look at the state of things, ten times a second."""
+        limit, now = file_limit(), time.monotonic()
+        num_files = len(self.server_state.connections) + _OTHER_FILES
+        if limit is not None and num_files >= limit and now >= self._next_warning:
+            logger.warning("%d files may be open: new connections are closed; raise the limit (ulimit -n)", limit)
+            self._next_warning = now + _WARN_SECONDS
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close what is left: at once where a request has not come in whole, else when the last chunk could go out."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        await asyncio.sleep(_LAST_SECONDS)
         for connection in self._connections():
             if connection.cycle is not None and connection.cycle.more_body:
                 connection.transport.abort()
-        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._abort_connections)
+        asyncio.get_running_loop().call_later(self._flush_seconds, self._abort_connections)
         await super().shutdown(sockets)
 
     def _abort_connections(self) -> None:
@@ -385,7 +445,17 @@ class _Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         logger.info("shutting down: requests in progress get %d s; a second signal ends them now", self._grace)
+        self._keep_no_connection()
+        end = time.monotonic() + self._grace
         try:
             await self._engine.drain(self._grace)
         finally:
+            # Whoever has not read all of an answer has what is left of the period as well.
+            self._flush_seconds += max(end - time.monotonic(), 0.0)
             self.should_exit = True
+
+    def _keep_no_connection(self) -> None:
+        """Answers are their connections' last: whoever sent another request down one would lose it at the end."""
+        self._protocol.is_last_request = True
+        for connection in self._connections():
+            connection.let_go()

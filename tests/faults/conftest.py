@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -18,15 +19,21 @@ import psutil
 import pytest
 
 from tests.contract.calls import Server
+from tests.contract.conftest import SCRIPTED
 from tests.contract.process import ServerProcess
+from tests.faults.raw import soft_file_limit
 
 REQUEST_SECONDS = 3  # that a client gets to send a request
 FLAGS = (
     *("--model", "smollm2", "--max-model-len", "1024", "--num-kv-blocks", "65", "--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "128"),  # a long prompt takes several steps, between which it can be cancelled
     *("--threads", "1"),  # beside other tests, threads that wait for one another take much longer
     *("--max-queued-requests", "600", "--timeout-request", str(REQUEST_SECONDS), "--no-access-log"),
 )
-CANARY = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 12}
+KEY = "the-right-one"
+FEW_FILES = 256
+LIGHT_FLAGS = ("--api-key", KEY, "--max-model-len", "10000")
+CANARY: dict[str, Any] = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 12}
 MOST_GROWTH = 50 * 2**20
 REPORT = "FAULT_REPORT"  # the environment's name for the file that gets a line for each case
 
@@ -63,11 +70,10 @@ class Target:
         raise AssertionError(f"{self.process.num_fds()} open files, and {self.num_fds} before")
 
 
-@pytest.fixture(scope="session")
-def whole_target() -> Iterator[Target]:
-    with ServerProcess(*FLAGS) as process, Server(process, "smollm2") as server:
-        golden = server.post("/v1/completions", **CANARY).json()["choices"][0]["text"]
-        assert "Paris" in golden
+@contextmanager
+def attacked(*flags: str) -> Iterator[Target]:
+    """The embedded model, warm, which ends in order behind all attacks."""
+    with ServerProcess(*FLAGS, *flags) as process, Server(process, "smollm2") as server:
         # What is made once is made, and every block of the cache was written.
         server.complete([[token_id] * 500 for token_id in range(100, 104)], max_tokens=4)
         for _ in range(3):
@@ -78,10 +84,23 @@ def whole_target() -> Iterator[Target]:
         server.post("/v1/completions", prompt="Hi", logit_bias=biases)
         server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}] * 10**5)
         server.post_raw("/v1/completions", b" " * 32 * 2**20)
-        system = psutil.Process(process.process.pid)
-        yield Target(server, golden, system, system.memory_info().rss, system.num_fds(), system.num_threads())
-        assert process.stop(40) == 0, process.log[-20:]
-        assert not any("Traceback" in line for line in process.log), process.log[-40:]
+        yield from _until_the_end(server)
+
+
+def _until_the_end(server: Server) -> Iterator[Target]:
+    """The server as it is now; then the end of it."""
+    golden = server.post("/v1/completions", **CANARY).json()["choices"][0]["text"]
+    system = psutil.Process(server.process.process.pid)
+    yield Target(server, golden, system, system.memory_info().rss, system.num_fds(), system.num_threads())
+    assert server.process.stop(40) == 0, server.process.log[-20:]
+    assert not any("Traceback" in line for line in server.process.log), server.process.log[-40:]
+
+
+@pytest.fixture(scope="session")
+def whole_target() -> Iterator[Target]:
+    with attacked() as attacked_target:
+        assert "Paris" in attacked_target.golden
+        yield attacked_target
 
 
 @pytest.fixture
@@ -89,6 +108,24 @@ def target(whole_target: Target) -> Iterator[Target]:
     """The server, which is checked behind the test."""
     yield whole_target
     whole_target.check_unharmed()
+
+
+@pytest.fixture(scope="session")
+def whole_light() -> Iterator[Target]:
+    with soft_file_limit(FEW_FILES):
+        process = ServerProcess(*LIGHT_FLAGS, command=SCRIPTED)
+    with process, Server(process, "scripted") as server:
+        server.http.headers["Authorization"] = f"Bearer {KEY}"
+        for _ in range(3):
+            server.complete(["Hello"] * 8, max_tokens=40, logprobs=20)
+        yield from _until_the_end(server)
+
+
+@pytest.fixture
+def light(whole_light: Target) -> Iterator[Target]:
+    """A server whose prompts direct its model, with a key and an access log, started with room for few open files."""
+    yield whole_light
+    whole_light.check_unharmed()
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +138,7 @@ def reported(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     outcome = getattr(request.node, "outcome", "passed")
     line = {"case": request.node.name, "file": request.node.path.stem, "outcome": outcome}
+    line |= dict(request.node.user_properties)  # numbers that the case measured
     with Path(path).open("a") as file:
         file.write(json.dumps({**line, "seconds": round(perf_counter() - start, 2)}) + "\n")
 

@@ -1,0 +1,175 @@
+"""The end under load: whoever has been let in gets an answer, an error, or a 503, and the process ends as it should.
+
+What one client sees is in `tests/contract/test_lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.contract.calls import Server, check_error_object, chunks_of, fold, streamed
+from tests.contract.conftest import SCRIPTED
+from tests.contract.process import ServerProcess
+from tests.faults.conftest import FLAGS
+from tests.faults.raw import completion, connect, is_whole, read_answer, response_of, status
+
+NUM_CLIENTS = 24
+SECOND_SIGNAL = (128 + signal.SIGINT, -signal.SIGINT)
+
+
+@dataclass
+class Crowd:
+    """Clients that send one request after the other, each on a connection that it keeps while the server does.
+
+    Attributes:
+        ends: what became of the requests: "answer", "error in the stream", "503"; "lost" of a request on a connection
+            that was kept, which must not be; "turned away" of one on a new connection, which the server did not take.
+    """
+
+    server: Server
+    fields: dict[str, Any]
+    after_503: bool = False  # whether they go on then
+    ends: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Ends when all of them have ended, which they do when nobody listens any more."""
+        threads = [threading.Thread(target=self._come, args=(index,)) for index in range(NUM_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _come(self, index: int) -> None:
+        while self._stay(completion(**self.fields, stream=index % 2 == 0)):
+            pass
+
+    def _stay(self, request: bytes) -> bool:
+        """Send requests on one connection; whether to come again."""
+        is_kept, end = False, ""
+        try:
+            with connect(self.server, seconds=60) as connection:
+                while end != "503" or self.after_503:
+                    connection.sendall(request)
+                    received = read_answer(connection)
+                    end = _end(received) or ("lost" if is_kept else "turned away")
+                    self.ends[end] += 1
+                    if not is_whole(received) or b"connection: close" in received:
+                        return self.after_503 or end != "503"
+                    is_kept = True
+        except ConnectionRefusedError:
+            pass
+        except ConnectionError:
+            self.ends["lost" if is_kept else "turned away"] += 1
+            return True
+        return False
+
+
+def _end(received: bytes) -> str | None:
+    """What became of a request; None where there is no answer, or only a part of one."""
+    if not is_whole(received):
+        return None
+    response = response_of(received)
+    if status(received) == 503:
+        check_error_object(response.json()["error"], 503)
+        return "503"
+    assert status(received) == 200
+    if b"text/event-stream" not in received:
+        return "answer"
+    last = chunks_of(response)[-1]
+    if "error" not in last:
+        return "answer"
+    check_error_object(last["error"], 503)
+    return "error in the stream"
+
+
+def check_end(server: Server, codes: tuple[int, ...] = (0,), seconds: float = 30) -> None:
+    assert server.process.process.wait(seconds) in codes, server.process.log[-20:]
+    server.process.stop()
+    assert not any("Traceback" in line for line in server.process.log), server.process.log[-40:]
+
+
+WORK = {"max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grace", [30, 1])
+def test_sigterm_under_load(grace: int) -> None:
+    """Eight run, sixteen wait, and as many as there are clients get a 503 at last."""
+    flags = (*FLAGS, "--timeout-graceful-shutdown", str(grace))
+    with ServerProcess(*flags) as process, Server(process, "smollm2") as server:
+        crowd = Crowd(server, WORK)
+        with crowd.at_work():
+            server.wait_for(lambda numbers: numbers["requests_finished"]["length"] >= 8 and numbers["waiting"] > 8)
+            process.process.send_signal(signal.SIGTERM)
+        assert crowd.ends["503"] >= NUM_CLIENTS and crowd.ends["answer"] >= 16
+        assert bool(crowd.ends["error in the stream"]) == (grace == 1)
+        assert set(crowd.ends) <= {"answer", "503", "error in the stream"}
+        check_end(server)
+
+
+@pytest.mark.slow
+def test_sigint_twice_under_load() -> None:
+    """The first one lets eight run and sixteen wait, the second ends all of it at once."""
+    with ServerProcess(*FLAGS) as process, Server(process, "smollm2") as server:
+        crowd = Crowd(server, WORK)
+        with crowd.at_work():
+            server.wait_for(lambda numbers: numbers["running"] == 8 and numbers["waiting"] > 8)
+            process.process.send_signal(signal.SIGINT)
+            process.wait_for_line("shutting down")
+            second = time.monotonic()
+            process.process.send_signal(signal.SIGINT)
+            check_end(server, SECOND_SIGNAL)
+            assert time.monotonic() - second < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grace", "pause"), [(30, 7), (0, 0)], ids=["reads on", "never reads"])
+def test_sigterm_while_an_answer_is_read_slowly(grace: int, pause: float) -> None:
+    """Bug: who had not read it all 5 s after it was computed lost the rest, whatever the grace period.
+
+    Without one, who does not read at all holds up the end for those 5 s, and no longer.
+    """
+    flags = ("--timeout-graceful-shutdown", str(grace), "--max-model-len", "10000")
+    fields = {"prompt": "<<endless>>", "max_tokens": 8000, "logprobs": 20}
+    with (
+        ServerProcess(*flags, command=SCRIPTED) as process,
+        Server(process, "scripted") as server,
+        connect(server, buffer_bytes=1024) as connection,
+    ):
+        connection.sendall(completion(**streamed(fields)))
+        received = connection.recv(1)
+        server.wait_until_idle()
+        process.process.send_signal(signal.SIGTERM)
+        if pause:
+            time.sleep(pause)
+            answer = fold(response_of(read_answer(connection, received)))
+            assert answer.text == "." * 8000
+        check_end(server, seconds=10)
+
+
+def test_clients_that_come_again_at_once() -> None:
+    """Bug: connections were kept until the end, and who sent another request down one then lost it."""
+    flags = ("--timeout-graceful-shutdown", "1", "--no-access-log")
+    with ServerProcess(*flags, command=SCRIPTED) as process, Server(process, "scripted") as server:
+        crowd = Crowd(server, {"prompt": "<<say hello>>"}, after_503=True)
+        with crowd.at_work(), connect(server) as endless:
+            endless.sendall(completion(prompt="<<endless>><<pause 5>>", max_tokens=1000))
+            server.wait_for(lambda numbers: numbers["running"] >= 1)
+            process.process.send_signal(signal.SIGTERM)
+            assert status(read_answer(endless)) == 503
+            check_end(server)
+        assert crowd.ends["answer"] and crowd.ends["503"] > NUM_CLIENTS
+        assert set(crowd.ends) <= {"answer", "503", "turned away"}
+        assert crowd.ends["turned away"] <= NUM_CLIENTS
