@@ -12,7 +12,8 @@ from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, AttentionPlan, AttentionVariant, LayerKVCache
 from miniserve.attention.batch import AttnMetadata
-from miniserve.kernels.native import CHUNK, MAX_HEAD_DIM, HeadTransform, NativeKernels, PagedStep, cache_shape
+from miniserve.kernels.layout import CHUNK, cache_shape
+from miniserve.kernels.native import MAX_HEAD_DIM, HeadTransform, NativeKernels, PagedStep
 
 _UNCHANGED = HeadTransform(rope=None)
 

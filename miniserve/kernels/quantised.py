@@ -12,17 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from miniserve.kernels.native import (
-    CHUNK,
-    Matrix,
-    NativeKernels,
-    OutputArguments,
-    RowArguments,
-    huge_pages,
-    interleaved,
-    padded,
-    round_up,
-)
+from miniserve.kernels.layout import CHUNK, huge_pages, interleaved, padded, round_up
+from miniserve.kernels.native import Matrix, NativeKernels, OutputArguments, RowArguments
 
 GROUP = 32  # elements of a row that share a scale, where they are not all of them
 _DIGIT_CHUNK = 64

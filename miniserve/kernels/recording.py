@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from miniserve.kernels.native import NativeKernels, round_up
+from miniserve.kernels.layout import round_up
+from miniserve.kernels.native import NativeKernels
 
 _CACHE_LINE = 64
 _PART_BYTES = 2**20

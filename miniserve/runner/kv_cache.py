@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from miniserve.attention.base import AttentionBackend, LayerKVCache
-from miniserve.kernels.native import zeros
+from miniserve.kernels.layout import zeros
 from miniserve.models.config import ModelConfig
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from miniserve.kernels import reference
-from miniserve.kernels.native import CHUNK, HeadTransform, NativeKernels, Norm, PagedStep, cache_shape
+from miniserve.kernels.layout import CHUNK, cache_shape
+from miniserve.kernels.native import HeadTransform, NativeKernels, Norm, PagedStep
 
 LENGTHS = (1, 5, 32, 33, 70, 300)  # a block more or less, and more than the 256 keys of a softmax span
 # A prompt, one decode, a chunk, a long one's decode and a chunk across the span, in one step.

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from miniserve.kernels import reference
-from miniserve.kernels.native import NativeKernels, cache_shape
+from miniserve.kernels.layout import cache_shape
+from miniserve.kernels.native import NativeKernels
 from tests.kernels.paged import CONTEXT, LENGTHS, UNCHANGED, Pool, Span, check, in_chunks, make_requests, whole
 
 # Queries and probabilities are whole numbers of 15 bits.

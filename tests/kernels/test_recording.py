@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from miniserve.kernels.native import HeadTransform, NativeKernels, Norm, PackedMatrix, PagedStep, cache_shape, zeros
+from miniserve.kernels.layout import cache_shape, zeros
+from miniserve.kernels.native import HeadTransform, NativeKernels, Norm, PackedMatrix, PagedStep
 from miniserve.kernels.quantised import SCHEMES, QuantisedMatrix
 from miniserve.kernels.recording import Arena, CannotRecordError, Recording, record
 

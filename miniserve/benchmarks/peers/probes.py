@@ -51,7 +51,7 @@ def bandwidth() -> float:
     """GB/s that torch's threads read from memory, which lies in huge pages: in small ones it is two thirds of that."""
     import torch
 
-    from miniserve.kernels.native import huge_pages
+    from miniserve.kernels.layout import huge_pages
 
     memory = huge_pages(READ_BYTES // 4, torch.float32).fill_(1.0)
     return READ_BYTES / _median_seconds(memory.sum) / 1e9
