@@ -201,6 +201,9 @@ class ServerConfig:
     max_body_bytes: int = _flag(32 * 2**20, "largest request body", parse=int)
     timeout_keep_alive: int = _flag(75, "seconds that an idle connection is kept", parse=int)
     timeout_request: int = _flag(60, "seconds that a client gets to send a request, head and body", parse=int)
+    timeout_unread: int = _flag(
+        600, "seconds that a client may take nothing of its answer until it counts as gone; on Linux", parse=int
+    )
     timeout_graceful_shutdown: int = _flag(30, "seconds that running requests get to finish at shutdown", parse=int)
     log_level: str = _flag("info", "least severe kind of log line", choices=LOG_LEVELS)
     access_log: bool = _flag(True, "log a line per HTTP request")
@@ -216,6 +219,7 @@ class ServerConfig:
         _check_at_least(self, "max_body_bytes", 1024)
         _check_at_least(self, "timeout_keep_alive", 1)
         _check_at_least(self, "timeout_request", 1)
+        _check_at_least(self, "timeout_unread", 1)
         _check_at_least(self, "timeout_graceful_shutdown", 0)
         if self.port > 65535:
             raise ConfigError(f"--port must be at most 65535, got {self.port}")

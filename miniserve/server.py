@@ -145,7 +145,14 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
             yield listener
         return
     with _tcp_socket(config.host, config.port) as listener:
+        _bound_unread_answers(listener, config.timeout_unread)
         yield listener
+
+
+def _bound_unread_answers(listener: socket.socket, seconds: int) -> None:
+    """Have the kernel end connections, which inherit this, whose client takes nothing of what waits for it."""
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(1000 * seconds, 2**31 - 1))
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
