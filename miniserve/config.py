@@ -204,6 +204,9 @@ class ServerConfig:
     timeout_step: int = _flag(
         300, "seconds that one step of the model may take before /health says stuck and nobody waits for it", parse=int
     )
+    timeout_unread: int = _flag(
+        600, "seconds that a client may take nothing of its answer until it counts as gone; on Linux", parse=int
+    )
     timeout_graceful_shutdown: int = _flag(30, "seconds that running requests get to finish at shutdown", parse=int)
     log_level: str = _flag("info", "least severe kind of log line", choices=LOG_LEVELS)
     access_log: bool = _flag(True, "log a line per HTTP request")
@@ -220,6 +223,7 @@ class ServerConfig:
         _check_at_least(self, "timeout_keep_alive", 1)
         _check_at_least(self, "timeout_request", 1)
         _check_at_least(self, "timeout_step", 1)
+        _check_at_least(self, "timeout_unread", 1)
         _check_at_least(self, "timeout_graceful_shutdown", 0)
         if self.port > 65535:
             raise ConfigError(f"--port must be at most 65535, got {self.port}")

@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 # Python's 5 ms the event loop would lose that much per chunk to the engine's thread.
 SWITCH_INTERVAL = 0.0005
 _FLUSH_SECONDS = 5  # for slow readers to take the last chunks after the grace period
-_LAST_SECONDS = 0.1  # between the end of listening and the end of connections, for requests that are on their way
+_LAST_SECONDS = 0.2  # between the end of listening and the end of connections, for requests that are on their way
 MOST_FILES = 65536  # as many connections, about; nothing is kept for those that do not come
 _OTHER_FILES = 32  # those that are no connections, generously
 _WARN_SECONDS = 60.0  # between two warnings of the same
@@ -145,7 +145,14 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
             yield listener
         return
     with _tcp_socket(config.host, config.port) as listener:
+        _bound_unread_answers(listener, config.timeout_unread)
         yield listener
+
+
+def _bound_unread_answers(listener: socket.socket, seconds: int) -> None:
+    """Have the kernel end connections, which inherit this, whose client takes nothing of what waits for it."""
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(1000 * seconds, 2**31 - 1))
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
@@ -416,7 +423,8 @@ class _Server(uvicorn.Server):
         """Close what is left: at once where a request has not come in whole, else when the last chunk could go out."""
         for listener in (*self.servers, *(sockets or ())):
             listener.close()
-        await asyncio.sleep(_LAST_SECONDS)
+        if self.server_state.connections:
+            await asyncio.sleep(_LAST_SECONDS)
         for connection in self._connections():
             if connection.cycle is not None and connection.cycle.more_body:
                 connection.transport.abort()

@@ -121,6 +121,7 @@ BAD_SERVER_FLAGS = {
     "timeout_keep_alive": ["0", "1.5"],
     "timeout_request": ["0", "1.5"],
     "timeout_step": ["0", "1.5"],
+    "timeout_unread": ["0", "1.5"],
     "timeout_graceful_shutdown": ["-1"],
     "log_level": ["loud"],
     "access_log": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def test_a_free_port_is_taken() -> None:
         assert host == "127.0.0.1" and port > 0
         with socket.create_connection((host, port), timeout=5):
             pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has no such bound")
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(7, 7000), (10**9, 2**31 - 1)])
+def test_connections_inherit_the_time_for_unread_answers(seconds: int, milliseconds: int) -> None:
+    with (
+        listening_socket(ServerConfig(port=0, timeout_unread=seconds)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=5),
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == milliseconds
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:

@@ -110,10 +110,11 @@ def target(whole_target: Target) -> Iterator[Target]:
     whole_target.check_unharmed()
 
 
-@pytest.fixture(scope="session")
-def whole_light() -> Iterator[Target]:
+@contextmanager
+def attacked_light(*flags: str) -> Iterator[Target]:
+    """A model that its prompts direct, behind a key and an access log, started with room for few open files."""
     with soft_file_limit(FEW_FILES):
-        process = ServerProcess(*LIGHT_FLAGS, command=SCRIPTED)
+        process = ServerProcess(*LIGHT_FLAGS, *flags, command=SCRIPTED)
     with process, Server(process, "scripted") as server:
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         for _ in range(3):
@@ -121,9 +122,15 @@ def whole_light() -> Iterator[Target]:
         yield from _until_the_end(server)
 
 
+@pytest.fixture(scope="session")
+def whole_light() -> Iterator[Target]:
+    with attacked_light() as attacked_target:
+        yield attacked_target
+
+
 @pytest.fixture
 def light(whole_light: Target) -> Iterator[Target]:
-    """A server whose prompts direct its model, with a key and an access log, started with room for few open files."""
+    """The light server, which is checked behind the test."""
     yield whole_light
     whole_light.check_unharmed()
 

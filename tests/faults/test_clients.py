@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,8 @@ import httpx
 import pytest
 
 from tests.contract.calls import COMPLETIONS, fold, plain, streamed
-from tests.faults.conftest import CANARY, KEY, Target
-from tests.faults.raw import END_OF_CHUNKS, completion, connect, read_answer, reset, response_of
+from tests.faults.conftest import CANARY, KEY, Target, attacked_light
+from tests.faults.raw import END_OF_CHUNKS, completion, connect, is_whole, read_answer, reset, response_of
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "stream": True}
 Numbers = dict[str, Any]
@@ -234,16 +235,33 @@ def test_fifty_slow_readers(target: Target) -> None:
     others_beside(target, 50, 100)
 
 
+AUTHORIZED = f"Authorization: Bearer {KEY}"
+LARGE: dict[str, Any] = {"prompt": "<<endless>>", "max_tokens": 8000, "logprobs": 20}
+
+
 def test_an_answer_larger_than_the_kernel_keeps(light: Target) -> None:
     """The server holds back what nobody takes, and computes on; the whole is there when it is read at last."""
-    fields = {"prompt": "<<endless>>", "max_tokens": 8000, "logprobs": 20}
-    whole = light.server.complete(**fields).content()
+    whole = light.server.complete(**LARGE).content()
     resident = light.process.memory_info().rss
     with connect(light.server, buffer_bytes=1024) as connection:
-        connection.sendall(completion(f"Authorization: Bearer {KEY}", **streamed(fields)))
+        connection.sendall(completion(AUTHORIZED, **streamed(LARGE)))
         received = connection.recv(1)
         light.server.wait_until_idle()
         answer = fold(response_of(read_answer(connection, received)))
         assert light.process.memory_info().rss - resident < 40 * 2**20
     assert answer.content() == whole
     assert len(answer.chunks) < 8000, "it was never held up: the kernel took everything"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has no such bound")
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+def test_who_never_reads_is_let_go(stream: bool) -> None:
+    """Bug: such a client kept its connection, and the text of its answer, for ever."""
+    with attacked_light("--timeout-unread", "1") as light, connect(light.server, buffer_bytes=1024) as connection:
+        connection.sendall(completion(AUTHORIZED, **LARGE, stream=stream))
+        assert connection.recv(1) == b"H"
+        light.server.wait_until_idle()
+        time.sleep(3)
+        assert not is_whole(read_answer(connection, b"H"))
+        light.check_unharmed()
