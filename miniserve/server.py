@@ -1,4 +1,4 @@
-"""The process around the application: listening sockets, uvicorn, signals, log lines. The only importer of uvicorn.
+"""The process around the application: uvicorn, signals, log lines.
 
 The port is taken before anything else, so that a port in use is an error at once and not after a model was loaded.
 While the engine thread loads, the server answers already, with 503. Does not know what is served.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
 import ssl
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,21 +21,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from miniserve.config import ServerConfig
 from miniserve.engine.async_engine import AsyncEngine
 from miniserve.errors import ConfigError
+from miniserve.http_protocol import BoundedHttpProtocol
+from miniserve.listener import file_limit, listening_socket, raise_file_limit
 
 logger = logging.getLogger("miniserve")
 
-MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 # How long a thread may keep the interpreter from the others, in seconds. A write to a socket gives it away, so with
 # Python's 5 ms the event loop would lose that much per chunk to the engine's thread.
 SWITCH_INTERVAL = 0.0005
 _FLUSH_SECONDS = 5  # for slow readers to take the last chunks after the grace period
 _LAST_SECONDS = 0.2  # between the end of listening and the end of connections, for requests that are on their way
-MOST_FILES = 65536  # as many connections, about; nothing is kept for those that do not come
 _OTHER_FILES = 32  # those that are no connections, generously
 _WARN_SECONDS = 60.0  # between two warnings of the same
 
@@ -103,119 +100,6 @@ def _without_probes(record: logging.LogRecord) -> bool:
     return path not in ("/health", "/metrics")
 
 
-# Open files
-
-
-def file_limit() -> int | None:
-    """How many files this process may have open, connections among them; None where nobody says."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def raise_file_limit() -> None:
-    """To what the process may give itself. The usual 1024 are for programs that use `select`."""
-    limit = file_limit()
-    if sys.platform == "win32" or limit is None:
-        return
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if limit < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a second bound, which it does not tell of
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# Sockets
-
-
-@contextlib.contextmanager
-def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
-    """A bound socket: the Unix socket's path, or the first address of the host.
-
-    Raises:
-        ConfigError: it cannot be had; the message says which flag to change.
-    """
-    if config.uds is not None:
-        with _unix_socket(Path(config.uds)) as listener:
-            yield listener
-        return
-    with _tcp_socket(config.host, config.port) as listener:
-        _bound_unread_answers(listener, config.timeout_unread)
-        yield listener
-
-
-def _bound_unread_answers(listener: socket.socket, seconds: int) -> None:
-    """Have the kernel end connections, which inherit this, whose client takes nothing of what waits for it."""
-    if sys.platform == "linux":
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(1000 * seconds, 2**31 - 1))
-
-
-def _tcp_socket(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Listening here, not later, makes a second server on the same port fail now.
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(_bind_problem(host, port, error)) from None
-    return listener
-
-
-def _bind_problem(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; stop what uses it, or take another one with --port"
-    if error.errno == errno.EACCES:
-        return f"port {port} is not allowed to this user; take one above 1023 with --port"
-    return f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port"
-
-
-@contextlib.contextmanager
-def _unix_socket(path: Path) -> Iterator[socket.socket]:
-    _remove_stale_socket(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"--uds {path}: cannot listen there: {error.strerror or error}") from None
-    try:
-        yield listener
-    finally:
-        listener.close()
-        path.unlink(missing_ok=True)
-
-
-def _remove_stale_socket(path: Path) -> None:
-    """A killed server leaves its socket behind; a living one must not lose it."""
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"--uds {path} exists and is not a socket; name another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as error:
-            raise ConfigError(f"--uds {path}: {error.strerror}") from None
-    raise ConfigError(f"--uds {path}: another server listens there; stop it, or name another path")
-
-
 def _url(config: ServerConfig, listener: socket.socket) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
@@ -253,114 +137,6 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
 
 def _protocol(request_seconds: float) -> type[BoundedHttpProtocol]:
     return type("HttpProtocol", (BoundedHttpProtocol,), {"request_seconds": request_seconds})
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's fast protocol, which takes headers of any size for any time, with bounds on both.
-
-    The parser tells of a header (or a trailer) when it is whole, so what never becomes whole is bounded too: the bytes
-    that came since it told of anything.
-    """
-
-    request_seconds = 60.0  # from a request's first byte, or the connection's beginning, to the request's last byte
-    is_last_request = False  # whether connections end with the request that they are at
-    _header_bytes = 0
-    _silent_bytes = 0
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A new connection, whose first request is waited for."""
-        super().connection_made(transport)
-        self._set_deadline()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The end of it."""
-        self._clear_deadline()
-        super().connection_lost(exc)
-
-    def on_message_complete(self) -> None:
-        """The request came in whole."""
-        self._clear_deadline()
-        super().on_message_complete()
-        if self.is_last_request:
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Let the current answer be the last, and say so.
-
-        Not where it is too late to say it, nor while the request comes in: the client would not get to read the answer.
-        """
-        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_started:
-            self.cycle.keep_alive = False
-
-    def _set_deadline(self) -> None:
-        self._clear_deadline()
-        self._deadline = self.loop.call_later(self.request_seconds, self._end_slow_request)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _end_slow_request(self) -> None:
-        """Nothing more is waited for. Where an answer is on its way already, it must not be broken into."""
-        self._deadline = None
-        if self.transport.is_closing():
-            return
-        if self._header_bytes and (self.cycle is None or not self.cycle.response_started):
-            self._send_error(
-                "408 Request Timeout", f"The request did not come in whole within {self.request_seconds} s."
-            )
-        self.transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        """What came in."""
-        self._silent_bytes += len(data)
-        super().data_received(data)
-        if self._silent_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response("")
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """There are no WebSockets here; uvicorn would log advice to install some."""
-
-    def on_message_begin(self) -> None:
-        """A new request."""
-        self._header_bytes = self._silent_bytes = 0
-        self._set_deadline()
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """A part of the request line."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header. 32 bytes for what Python needs to keep it."""
-        self._count(len(name) + len(value) + 32)
-        super().on_header(name, value)
-
-    def on_body(self, body: bytes) -> None:
-        """A part of the body, which the application bounds."""
-        self._silent_bytes = 0
-        super().on_body(body)
-
-    def _count(self, num_bytes: int) -> None:
-        self._silent_bytes = 0
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError(f"the headers are larger than {MAX_HEADER_BYTES} bytes")
-
-    def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed as HTTP, in the same form as every other error."""
-        if max(self._header_bytes, self._silent_bytes) > MAX_HEADER_BYTES:
-            msg = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes; send less."
-        self._send_error("400 Bad Request", msg)
-        self.transport.close()
-
-    def _send_error(self, status: str, message: str) -> None:
-        body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % message.encode()
-        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,8 @@ import pytest
 
 from miniserve.config import ServerConfig
 from miniserve.errors import ConfigError
-from miniserve.server import configure_logging, listening_socket
+from miniserve.listener import listening_socket
+from miniserve.server import configure_logging
 
 
 @pytest.fixture(autouse=True)
