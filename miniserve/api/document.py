@@ -73,7 +73,11 @@ index, id and name; others with the same index have more and more of the argumen
 An error before the first token is an ordinary HTTP error, unless the first token takes longer than a second: then the
 headers go out before it, so that clients and proxies see a live stream. A later one is `data: {"error": {...}}`
 before `[DONE]`.
-A client that closes the connection, of a stream or of a plain request, ends the request within one step.
+A client that closes the connection, of a stream or of a plain request, ends the request within one step. So does one
+that only closes its sending side (`SHUT_WR`, `nc -N`): on the wire it is the same.
+A client may read slowly: it holds up nobody, and what it has not taken comes in fewer, larger chunks. Who takes
+nothing for `--timeout-unread` seconds counts as gone.
+While the server shuts down, every answer carries `Connection: close`, where its headers are not out yet.
 """
 
 _ERROR_CASES: tuple[tuple[str, type[errors.MiniserveError]], ...] = (
@@ -85,7 +89,7 @@ _ERROR_CASES: tuple[tuple[str, type[errors.MiniserveError]], ...] = (
     ("body too large", errors.RequestTooLargeError),
     ("queue full (`--max-queued-requests`)", errors.QueueFullError),
     ("our fault; the message has the request id", errors.InternalError),
-    ("engine loading, shutting down or dead", errors.EngineUnavailableError),
+    ("engine loading, shutting down, dead, or stuck in a step", errors.EngineUnavailableError),
 )
 _TITLES: dict[type[BaseModel], str] = {
     ChatCompletionRequest: "POST /v1/chat/completions",

@@ -132,9 +132,19 @@ def test_a_call_is_cancelled_in_every_phase(
 
 
 def test_a_call_is_cancelled_before_it_is_read(target: Target) -> None:
+    """The server may find out before or behind it, and is through with all of them soon."""
+    before = num_calls_ended(target)
     for _ in range(20):
         with connect(target.server) as connection:
             connection.sendall(completion(**LONG))
+    target.server.wait_for(lambda _: num_calls_ended(target) == before + 20)
+
+
+def num_calls_ended(target: Target) -> float:
+    """How many calls for completions the server is through with, answered or not."""
+    lines = target.server.http.get("/metrics").text.splitlines()
+    name = "miniserve_http_requests_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and COMPLETIONS in line)
 
 
 def test_a_call_is_cancelled_before_its_first_token(target: Target) -> None:
@@ -227,7 +237,7 @@ def seconds_of_eight(target: Target) -> float:
 
 
 def test_slow_readers_do_not_hold_up_others(target: Target) -> None:
-    others_beside(target, 6, 60)
+    others_beside(target, 6, 30)
 
 
 @pytest.mark.slow
@@ -236,7 +246,7 @@ def test_fifty_slow_readers(target: Target) -> None:
 
 
 AUTHORIZED = f"Authorization: Bearer {KEY}"
-LARGE: dict[str, Any] = {"prompt": "<<endless>>", "max_tokens": 8000, "logprobs": 20}
+LARGE: dict[str, Any] = {"prompt": "<<endless>>", "max_tokens": 6000, "logprobs": 20}
 
 
 def test_an_answer_larger_than_the_kernel_keeps(light: Target) -> None:
@@ -250,7 +260,7 @@ def test_an_answer_larger_than_the_kernel_keeps(light: Target) -> None:
         answer = fold(response_of(read_answer(connection, received)))
         assert light.process.memory_info().rss - resident < 40 * 2**20
     assert answer.content() == whole
-    assert len(answer.chunks) < 8000, "it was never held up: the kernel took everything"
+    assert len(answer.chunks) < 6000, "it was never held up: the kernel took everything"
 
 
 @pytest.mark.slow
