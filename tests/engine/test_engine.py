@@ -281,6 +281,24 @@ def test_a_runner_that_fails_once_harms_nobody() -> None:
     assert set(ends(run(engine)).values()) == {FinishReason.LENGTH}
 
 
+def test_a_step_that_fails_at_once_has_its_blocks_cleared_all_the_same() -> None:
+    """Bug: computed again request by request, they kept what a failed request had left in them."""
+    engine = make_engine({})
+    three_requests(engine)
+    engine.step()
+    runner_of(engine).errors = dict.fromkeys("abc", "not a number")
+    engine.step()
+    for request_id in ("d", "e"):
+        engine.add(make_request(request_id, request_id * 5, max_tokens=1))
+    runner_of(engine).raise_once = RuntimeError("a hiccup")
+    engine.step()
+    *_, whole, first, second = runner_of(engine).steps
+    assert whole.scheduled == first.scheduled + second.scheduled
+    assert len(whole.blocks_to_clear) == 3
+    assert sorted(first.blocks_to_clear + second.blocks_to_clear) == sorted(whole.blocks_to_clear)
+    assert set(first.blocks_to_clear) <= set(first.scheduled[0].block_ids)
+
+
 def test_a_runner_that_always_fails_ends_all() -> None:
     engine = make_engine({})
     runner_of(engine).raising = dict.fromkeys("abc", RuntimeError("broken"))
