@@ -170,7 +170,7 @@ class _Refusal:
     """These requests never came into the engine, or left it at once."""
 
     request_ids: Sequence[str]
-    error: RequestError
+    error: RequestError | InternalError
 
 
 _Command = _Add | _Abort | _Stop
@@ -442,7 +442,7 @@ def _add(engine: Engine, command: _Add) -> list[_Refusal]:
         for choices in command.prompts:
             engine.add(choices[0], choices[1:], arrival=command.arrival)
             queued += _ids([choices])
-    except RequestError as error:
+    except (RequestError, InternalError) as error:
         for request_id in queued:
             engine.abort(request_id)
         return [_Refusal(_ids(command.prompts), error)]

@@ -19,6 +19,7 @@ from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.engine.constrained import ConstrainedSampling
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor, Processed
+from miniserve.errors import InternalError
 from miniserve.outputs import EngineOutput
 from miniserve.structured.masks import MaskWorker
 
@@ -80,10 +81,17 @@ class Engine:
 
         Raises:
             RequestError: it can never run. Nothing was added then.
+            InternalError: its output cannot be followed. Nothing was added then.
         """
+        choices = (request, *forks)
         self.scheduler.add(request, forks)
-        for choice in (request, *forks):
-            self.output_processor.add(choice, arrival)
+        try:
+            self.output_processor.add(*choices, arrival=arrival)
+        except Exception as error:
+            logger.exception("the output of request %s cannot be followed: it is not taken in", request.request_id)
+            for choice in choices:
+                self.scheduler.abort(choice.request_id)
+            raise InternalError(ENGINE_FAILED) from error
 
     def abort(self, request_id: str) -> EngineOutput | None:
         """End a request at once and free its blocks; None if it is unknown or has ended."""

@@ -73,12 +73,16 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
 
-    def add(self, request: Request, arrival: float | None = None) -> None:
-        """Know a request before its first step. `arrival`: when it was submitted (`perf_counter`), if not now."""
-        self._states[request.request_id] = RequestState(
-            OutputText(self._tokenizer, request.sampling, request.output_format),
-            arrival=time.perf_counter() if arrival is None else arrival,
-        )
+    def add(self, *requests: Request, arrival: float | None = None) -> None:
+        """Know requests before their first step: all, or none if that fails.
+
+        Args:
+            arrival: when they were submitted (`perf_counter`), if not now.
+        """
+        arrival = time.perf_counter() if arrival is None else arrival
+        texts = [OutputText(self._tokenizer, request.sampling, request.output_format) for request in requests]
+        for request, text in zip(requests, texts, strict=True):
+            self._states[request.request_id] = RequestState(text, arrival)
 
     def scheduled(self, step: SchedulerOutput) -> None:
         """End the queue time of those who are computed for the first time."""

@@ -29,7 +29,7 @@ from miniserve.errors import (
     InvalidParameterError,
     QueueFullError,
 )
-from miniserve.outputs import EngineOutput, FinishReason
+from miniserve.outputs import EngineOutput, FinishReason, OutputFormat
 from miniserve.sampling_params import SamplingParams
 from miniserve.structured.masks import MaskQuery, MaskWorker
 from tests.engine.scripted import (
@@ -403,6 +403,19 @@ async def test_text_before_an_error_is_not_lost() -> None:
                     texts.append(output.text)
         assert texts == ["ab"]
         await settled(engine)
+
+
+@on_loop
+async def test_a_request_whose_output_cannot_be_followed() -> None:
+    """Bug: it ended the engine."""
+    async with running() as (engine, _):
+        broken = make_request("broken")
+        broken.output_format = OutputFormat(grammar=object())
+        with pytest.raises(InternalError):
+            await read(engine.submit([[make_request("taken back")], [broken]]))
+        await settled(engine)
+        assert engine.health().healthy
+        assert text_of(await read(engine.submit([[make_request("broken", max_tokens=1)]]))) == "."
 
 
 @on_loop

@@ -9,8 +9,8 @@ from miniserve.core.scheduler import RequestNews
 from miniserve.engine.engine import ENGINE_FAILED, Engine
 from miniserve.engine.metrics import StepStats
 from miniserve.engine.output_processor import Processed
-from miniserve.errors import ContextLengthError, InvalidParameterError
-from miniserve.outputs import EngineOutput, FinishReason, Usage
+from miniserve.errors import ContextLengthError, InternalError, InvalidParameterError
+from miniserve.outputs import EngineOutput, FinishReason, OutputFormat, Usage
 from tests.engine.scripted import (
     EOS,
     RecordingHook,
@@ -338,6 +338,28 @@ def test_a_failing_output_processor_ends_that_request(monkeypatch: pytest.Monkey
     assert ends(steps) == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
     assert request.finish_reason is FinishReason.ERROR and steps[0][0].error == ENGINE_FAILED
     assert num_used_blocks(engine) == 0
+
+
+class GrammarThatCannotBegin:
+    def start(self) -> None:
+        raise MemoryError("secret")
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_request_whose_output_cannot_be_followed_is_not_taken_in(broken: int) -> None:
+    """Bug: it stayed in the scheduler, where nobody knew its text, and the next step ended the engine."""
+    hook = RecordingHook()
+    engine = make_engine({}, hooks=[hook])
+    choices = make_choices("a", 3, max_tokens=1)
+    choices[broken].output_format = OutputFormat(grammar=GrammarThatCannotBegin())
+    engine.add(make_request("b", max_tokens=3))
+    engine.step()
+    with pytest.raises(InternalError, match=ENGINE_FAILED):
+        engine.add(choices[0], choices[1:])
+    assert engine.scheduler.num_running == 1 and engine.scheduler.num_waiting == 0
+    engine.add(make_request("a", max_tokens=1))
+    assert ends(run(engine)) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    assert [output.request_id for output in hook.finished] == ["a", "b"]
 
 
 def test_an_error_of_the_scheduler_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
