@@ -33,7 +33,6 @@ from miniserve.errors import (
     EngineUnavailableError,
     InternalError,
     InvalidParameterError,
-    MiniserveError,
     QueueFullError,
     RequestError,
     StartupError,
@@ -71,7 +70,7 @@ class _Refusal:
     """These requests never came into the engine, or left it at once."""
 
     request_ids: Sequence[str]
-    error: MiniserveError
+    error: RequestError | InternalError
 
 
 _Command = _Add | _Abort | _Stop
@@ -370,19 +369,11 @@ def _add(engine: Engine, command: _Add) -> list[_Refusal]:
         for choices in command.prompts:
             engine.add(choices[0], choices[1:], arrival=command.arrival)
             queued += _ids([choices])
-    except Exception as error:
+    except (RequestError, InternalError) as error:
         for request_id in queued:
             engine.abort(request_id)
-        return [_Refusal(_ids(command.prompts), _refusal(error))]
+        return [_Refusal(_ids(command.prompts), error)]
     return []
-
-
-def _refusal(error: Exception) -> MiniserveError:
-    """What is told of an error at the adding of a request."""
-    if isinstance(error, RequestError):
-        return error
-    logger.error("a request could not be queued", exc_info=error)
-    return InternalError(ENGINE_FAILED)
 
 
 def _ids(prompts: Sequence[Sequence[Request]]) -> list[str]:

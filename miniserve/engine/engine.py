@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from miniserve.core.request import Request
-from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
+from miniserve.core.schedule import RunnerOutput, RunnerResult, SchedulerOutput
 from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.engine.constrained import ConstrainedSampling
 from miniserve.engine.metrics import MetricsHook, StepStats
 from miniserve.engine.output_processor import OutputProcessor, Processed
-from miniserve.errors import DeviceFailedError
+from miniserve.errors import DeviceFailedError, InternalError
 from miniserve.outputs import EngineOutput
 from miniserve.structured.masks import MaskWorker
 
@@ -86,10 +86,14 @@ class Engine:
 
         Raises:
             RequestError: it can never run.
-            Exception: whatever its text or its grammar raises. Nothing was added in either case.
+            InternalError: its text or its grammar failed. Nothing was added in either case.
         """
         choices = (request, *forks)
-        states = {choice.request_id: self.output_processor.state(choice, arrival) for choice in choices}
+        try:
+            states = {choice.request_id: self.output_processor.state(choice, arrival) for choice in choices}
+        except Exception as error:
+            logger.exception("the output of request %s cannot be followed: it is not taken in", request.request_id)
+            raise InternalError(ENGINE_FAILED) from error
         self.scheduler.add(request, forks)
         self.output_processor.add(states)
 
@@ -125,11 +129,11 @@ class Engine:
         except Exception:
             logger.exception("a step of %d requests failed: computing each alone", len(step.scheduled))
             sampling.wait()
-            return RunnerOutput(tuple(self._compute_alone(item, sampling) for item in step.scheduled))
+            return RunnerOutput(tuple(self._compute_alone(alone, sampling) for alone in _steps_alone(step)))
 
-    def _compute_alone(self, item: ScheduledRequest, sampling: ConstrainedSampling) -> RunnerResult:
+    def _compute_alone(self, step: SchedulerOutput, sampling: ConstrainedSampling) -> RunnerResult:
         """One request in a step of its own: it is the one that fails, or it goes on unharmed."""
-        step = SchedulerOutput((item,))
+        [item] = step.scheduled
         try:
             [result] = sampling.sample(step, self.runner.execute(step)).results
             return result
@@ -163,3 +167,12 @@ class Engine:
                 if index not in self._failed_hooks:
                     self._failed_hooks.add(index)
                     logger.exception("%s failed; further failures of it are not logged", type(hook).__name__)
+
+
+def _steps_alone(step: SchedulerOutput) -> list[SchedulerOutput]:
+    """A step for each of its requests. The whole one may have failed before it had cleared any block."""
+    steps = []
+    for item in step.scheduled:
+        to_clear = tuple(block_id for block_id in step.blocks_to_clear if block_id in item.block_ids)
+        steps.append(SchedulerOutput((item,), blocks_to_clear=to_clear))
+    return steps

@@ -1,8 +1,6 @@
 """What holds whatever happens: random lives of requests over a runner that remembers what it wrote where.
 
-The runner's KV cache is a dict from slot to the tokens whose KV lies there. It refuses to attend to anything but the
-request's own prefix, so a stale, unwritten or foreign block shows at once; and its next token depends on the whole
-prefix, so that the right tokens of any request can be told in advance.
+Its next token depends on the whole prefix, so that the right tokens of any request can be told in advance.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from miniserve.core.block_hash import hash_block
 from miniserve.core.kv_cache_manager import KVCacheManager
 from miniserve.core.request import Request, RequestStatus
 from miniserve.core.schedule import RunnerOutput, RunnerResult, ScheduledRequest, SchedulerOutput
@@ -25,12 +22,11 @@ from miniserve.core.scheduler import RequestNews, Scheduler
 from miniserve.errors import ContextLengthError
 from miniserve.outputs import FinishReason, TokenLogprobs
 from miniserve.sampling_params import SamplingParams
+from tests.core.line import Line
+from tests.core.shadow import ShadowCache, check_blocks
 
 EOS = 0
 NUM_OUTPUT_IDS = 12  # so that one token in twelve is EOS
-
-Content = tuple[bytes, tuple[int, ...]]  # salt, and the tokens up to and including the one in the slot
-BROKEN: Content = (b"broken", ())
 
 
 def next_token(token_ids: Sequence[int], banned_ids: frozenset[int] = frozenset()) -> int:
@@ -59,24 +55,14 @@ def expected_end(
             return output, FinishReason.LENGTH
 
 
-class ShadowRunner:
-    """Computes by the script, and keeps what a real runner would have written into each slot."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.block_size = scheduler.kv.block_size
-        self.slots: dict[tuple[int, int], Content] = {}
+class ShadowRunner(ShadowCache):
+    """Computes by the script."""
 
     def execute(
         self, output: SchedulerOutput, salts: dict[str, bytes], failing: frozenset[str] = frozenset()
     ) -> RunnerOutput:
         """Compute a step; what the `failing` requests write is useless, and they get an error."""
-        cleared = set(output.blocks_to_clear)
-        self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in cleared}
-        for item in output.scheduled:  # all reads before any write: a hit was there before the step
-            self._check_read(item, salts[item.request_id])
-        for item in output.scheduled:
-            self._write(item, salts[item.request_id], broken=item.request_id in failing)
+        self.compute(output, salts, failing)
         return RunnerOutput(tuple(self._result(item, item.request_id in failing) for item in output.scheduled))
 
     def _result(self, item: ScheduledRequest, fails: bool) -> RunnerResult:
@@ -87,81 +73,6 @@ class ShadowRunner:
         if item.wants_prompt_logprobs:
             following = item.token_ids[item.start + 1 : min(item.end + 1, item.num_prompt_tokens)]
         return RunnerResult(token_ids, prompt_logprobs=tuple(TokenLogprobs(token_id, -1.0) for token_id in following))
-
-    def _slot(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
-        block_id = item.block_ids[position // self.block_size]
-        assert block_id != 0
-        return block_id, position % self.block_size
-
-    def _check_read(self, item: ScheduledRequest, salt: bytes) -> None:
-        for position in range(item.start):
-            content = self.slots.get(self._slot(item, position))
-            assert content == (salt, tuple(item.token_ids[: position + 1])), f"{item.request_id} read {content}"
-
-    def _write(self, item: ScheduledRequest, salt: bytes, broken: bool) -> None:
-        states = self.scheduler.kv.pool.snapshot()
-        for position in range(item.start, item.end):
-            slot = self._slot(item, position)
-            state = states[slot[0] - 1]
-            assert state.ref_count <= 1 and state.hash is None, f"wrote into a shared or registered block: {state}"
-            self.slots[slot] = BROKEN if broken else (salt, tuple(item.token_ids[: position + 1]))
-        for block_id in item.block_ids:  # the slots after the last token are read as well, if with weight 0
-            contents = [self.slots.get((block_id, offset)) for offset in range(self.block_size)]
-            assert broken or BROKEN not in contents, f"{item.request_id} has what a failed request left behind"
-
-
-def check_blocks(scheduler: Scheduler, runner: ShadowRunner) -> None:
-    """Each block is free or held the right number of times, and holds what its hash says."""
-    pool = scheduler.kv.pool
-    held = [block_id for request in scheduler._running for block_id in request.block_ids]
-    for state in pool.snapshot():
-        assert state.ref_count == held.count(state.block_id)
-        assert (state.free_position is None) == (state.ref_count > 0)
-        if state.hash is not None:
-            assert state.hash == _hash_of_content(runner, state.block_id)
-    for block_hash, block_id in pool._block_of_hash.items():
-        assert pool._blocks[block_id].hash == block_hash
-    forward = pool.free_block_ids()
-    backward, block_id = [], pool._blocks[0].prev
-    while block_id != 0:
-        backward.append(block_id)
-        block_id = pool._blocks[block_id].prev
-    assert forward == backward[::-1] and len(forward) == pool.num_free == len(set(forward))
-
-
-def _hash_of_content(runner: ShadowRunner, block_id: int) -> bytes:
-    size = runner.block_size
-    salt, token_ids = runner.slots[block_id, size - 1]
-    assert len(token_ids) % size == 0
-    for offset in range(size):
-        end = len(token_ids) - size + offset + 1
-        assert runner.slots[block_id, offset] == (salt, token_ids[:end])
-    block_hash = None
-    for start in range(0, len(token_ids), size):
-        block_hash = hash_block(block_hash, token_ids[start : start + size], salt)
-    assert block_hash is not None
-    return block_hash
-
-
-def by_priority(requests: Sequence[Request]) -> list[Request]:
-    """Within a priority, the order stays."""
-    return sorted(requests, key=lambda request: request.priority)
-
-
-def check_requests(scheduler: Scheduler, live: Sequence[Request]) -> None:
-    """Running and then waiting requests are those alive in their order, each with blocks for what it computed."""
-    running, waiting = scheduler._running, list(scheduler._waiting)
-    assert running == by_priority(running) and waiting == by_priority(waiting)
-    assert by_priority([*running, *waiting]) == by_priority(live)
-    assert len(scheduler._running) == scheduler.num_running <= scheduler.max_num_seqs
-    for request in scheduler._running:
-        assert request.status is RequestStatus.RUNNING
-        assert 0 < request.num_computed_tokens < request.num_tokens
-        assert len(request.block_ids) == -(-request.num_computed_tokens // scheduler.kv.block_size)
-    for request in waiting:
-        assert request.status is RequestStatus.WAITING
-        assert request.num_computed_tokens == 0 and request.block_ids == []
-    assert scheduler.num_preemptions >= sum(request.num_preemptions for request in live)
 
 
 @dataclass
@@ -180,9 +91,7 @@ class Life:
 class SchedulerMachine(RuleBasedStateMachine):
     """Add, abort, finish, fail and step in any order; the invariants are checked after every rule.
 
-    `live` has the requests that run or queue, those of one priority in the order that the scheduler promises, and
-    `forks` those that wait for their parent. In half of the lives all requests have one priority: first come first
-    served.
+    In half of the lives all requests have one priority: first come first served.
     """
 
     @initialize(
@@ -214,8 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = ShadowRunner(self.scheduler)
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size)
         self.lives: dict[str, Life] = {}
-        self.live: list[Request] = []
-        self.forks: dict[Request, list[Request]] = {}
+        self.line = Line()
         self.old_sequences: list[list[int]] = []
         self.num_added = 0
 
@@ -274,40 +182,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             expected = expected_end(prompt, request.sampling, self.max_total_tokens)
             self.lives[request.request_id] = Life(request, list(prompt), *expected)
-        self.live.append(requests[0])
-        if num_choices > 1:
-            self.forks[requests[0]] = requests[1:]
+        self.line.add(requests[0], requests[1:])
 
     def _pick(self, index: int) -> Request:
-        """Any request that has not ended, from `live` or from `forks`, which it leaves as the scheduler says."""
-        candidates = [*self.live, *(fork for forks in self.forks.values() for fork in forks)]
-        request = candidates[index % len(candidates)]
-        if request not in self.live:
-            assert request.parent is not None
-            self.forks[request.parent].remove(request)
-            return request
-        place = self.live.index(request)
-        self.live.remove(request)
-        if request.status is RequestStatus.RUNNING:
-            self._put_in_front(self.forks.pop(request, []))
-        else:
-            self.live[place:place] = self.forks.pop(request, [])
+        """Any request that has not ended, and is about to."""
+        request = self.line.pick(index)
+        self.line.take_out(request)
         return request
 
-    def _put_in_front(self, released: Sequence[Request]) -> None:
-        """Into `live`, before those of their priority that wait."""
-        for request in released:
-            behind = [
-                other
-                for other in self.live
-                if other.priority == request.priority
-                and other.status is RequestStatus.WAITING
-                and other not in released
-            ]
-            place = self.live.index(behind[0]) if behind else len(self.live)
-            self.live.insert(place, request)
-
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.line.live)
     @rule(index=st.integers(0, 100))
     def abort(self, index: int) -> None:
         request = self._pick(index)
@@ -315,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.finish_reason is FinishReason.ABORT
         self._stopped_from_outside(request)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.line.live)
     @rule(index=st.integers(0, 100))
     def finish(self, index: int) -> None:
         request = self._pick(index)
@@ -323,14 +206,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "stop string")
         self._stopped_from_outside(request)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.line.live)
     @rule(num_steps=st.integers(1, 6))
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.live:
+            if self.line.live:
                 self._update(self._schedule())
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.line.live)
     @rule(index=st.integers(0, 100), executed=st.booleans())
     def step_with_an_abort_on_the_way(self, index: int, executed: bool) -> None:
         output = self._schedule()
@@ -338,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.abort(index)
         self._update(output, runner_output)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.line.live)
     @rule(index=st.integers(0, 100), as_well=st.booleans())
     def step_with_an_error(self, index: int, as_well: bool) -> None:
         output = self._schedule()
@@ -350,23 +233,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert not any(self.scheduler.kv.pool._is_findable(block_id) for block_id in item.block_ids)
 
     def _schedule(self) -> SchedulerOutput:
-        scheduler = self.scheduler
-        order = [request.request_id for request in by_priority(self.live)]
-        running = [request.request_id for request in scheduler._running]
-        output = scheduler.schedule()
-        ids = [item.request_id for item in output.scheduled]
-        first = running[0] if running else order[0]
-        assert ids[0] == first and (len(self.priorities) > 1 or first == self.live[0].request_id), (
-            "the first goes on in every step, so that nobody starves"
-        )
-        goes_on, admitted = [[one for one in ids if (one in running) is ran] for ran in (True, False)]
-        assert goes_on == running[: len(goes_on)] and ids == [*goes_on, *admitted]
-        assert admitted == [request_id for request_id in order if request_id not in running][: len(admitted)]
-        assert all(item.num_new_tokens > 0 for item in output.scheduled)
-        assert output.num_tokens <= scheduler.max_num_batched_tokens
-        if output.preempted_ids:
-            assert not admitted and not set(ids) & set(output.preempted_ids)
-            assert list(output.preempted_ids) == running[: -len(output.preempted_ids) - 1 : -1], "the last go first"
+        running = [request.request_id for request in self.scheduler._running]
+        output = self.scheduler.schedule()
+        self.line.check_step(output, running)
+        assert output.num_tokens <= self.scheduler.max_num_batched_tokens
         for item in output.scheduled:
             self._check_item(item)
         return output
@@ -390,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _update(self, output: SchedulerOutput, runner_output: RunnerOutput | None = None) -> None:
         runner_output = runner_output or self._execute(output)
-        live_ids = {request.request_id for request in self.live}
+        live_ids = {request.request_id for request in self.line.live}
         taken = [
             (item, result)
             for item, result in zip(output.scheduled, runner_output.results, strict=True)
@@ -403,17 +273,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in news:
             self._check_news(one)
             if one.request.status is RequestStatus.FINISHED:
-                self.live.remove(one.request)
+                self.line.live.remove(one.request)
                 self.old_sequences.append(one.request.token_ids)
-        released = [fork for item, _ in taken for fork in self._released(item)]
-        self._put_in_front(released)
+        self.line.release([self.lives[item.request_id].request for item, _ in taken if self._has_prompt(item)])
 
-    def _released(self, item: ScheduledRequest) -> list[Request]:
-        """The forks that no longer wait: their parent has computed its prompt, or failed."""
-        parent = self.lives[item.request_id].request
-        if item.end < len(self.lives[item.request_id].prompt) and parent.finish_reason is None:
-            return []
-        return self.forks.pop(parent, [])
+    def _has_prompt(self, item: ScheduledRequest) -> bool:
+        """Whether its forks no longer wait for it: it has computed its prompt, or failed."""
+        life = self.lives[item.request_id]
+        return item.end >= len(life.prompt) or life.request.finish_reason is not None
 
     def _check_news(self, news: RequestNews) -> None:
         life = self.lives[news.request.request_id]
@@ -455,11 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def requests_are_right(self) -> None:
         if hasattr(self, "scheduler"):
-            check_requests(self.scheduler, self.live)
-            waiting_forks = [fork for forks in self.forks.values() for fork in forks]
-            assert all(fork.status is RequestStatus.WAITING and not fork.block_ids for fork in waiting_forks)
-            assert self.scheduler.num_waiting == len(self.live) + len(waiting_forks) - self.scheduler.num_running
-            assert self.scheduler.has_work == bool(self.live)  # a fork never waits for nobody
+            self.line.check(self.scheduler)
 
     @invariant()
     def statistics_are_right(self) -> None:
@@ -481,10 +344,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_unfinished = self.scheduler.num_running + self.scheduler.num_waiting
         # Each is the first for at most so many steps, twice if one more urgent comes between.
         for _ in range(2 * num_unfinished * self.max_total_tokens):
-            if not self.live:
+            if not self.line.live:
                 break
             self._update(self._schedule())
-        assert not self.live and not self.scheduler.has_work
+        assert not self.line.live and not self.scheduler.has_work
         assert self.scheduler.kv.pool.num_used == 0
         check_blocks(self.scheduler, self.runner)
 

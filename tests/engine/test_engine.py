@@ -11,8 +11,8 @@ from miniserve.core.scheduler import RequestNews
 from miniserve.engine.engine import ENGINE_FAILED, Engine
 from miniserve.engine.metrics import StepStats
 from miniserve.engine.output_processor import Processed
-from miniserve.errors import ContextLengthError, DeviceFailedError, InvalidParameterError
-from miniserve.outputs import EngineOutput, FinishReason, Usage
+from miniserve.errors import ContextLengthError, DeviceFailedError, InternalError, InvalidParameterError
+from miniserve.outputs import EngineOutput, FinishReason, OutputFormat, Usage
 from tests.engine.scripted import (
     EOS,
     RecordingHook,
@@ -283,6 +283,24 @@ def test_a_runner_that_fails_once_harms_nobody() -> None:
     assert set(ends(run(engine)).values()) == {FinishReason.LENGTH}
 
 
+def test_a_step_that_fails_at_once_has_its_blocks_cleared_all_the_same() -> None:
+    """Bug: computed again request by request, they kept what a failed request had left in them."""
+    engine = make_engine({})
+    three_requests(engine)
+    engine.step()
+    runner_of(engine).errors = dict.fromkeys("abc", "not a number")
+    engine.step()
+    for request_id in ("d", "e"):
+        engine.add(make_request(request_id, request_id * 5, max_tokens=1))
+    runner_of(engine).raise_once = RuntimeError("a hiccup")
+    engine.step()
+    *_, whole, first, second = runner_of(engine).steps
+    assert whole.scheduled == first.scheduled + second.scheduled
+    assert len(whole.blocks_to_clear) == 3
+    assert sorted(first.blocks_to_clear + second.blocks_to_clear) == sorted(whole.blocks_to_clear)
+    assert set(first.blocks_to_clear) <= set(first.scheduled[0].block_ids)
+
+
 def test_a_runner_that_always_fails_ends_all() -> None:
     engine = make_engine({})
     runner_of(engine).raising = dict.fromkeys("abc", RuntimeError("broken"))
@@ -336,6 +354,28 @@ def test_a_failing_output_processor_ends_that_request(monkeypatch: pytest.Monkey
     assert ends(steps) == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
     assert request.finish_reason is FinishReason.ERROR and steps[0][0].error == ENGINE_FAILED
     assert num_used_blocks(engine) == 0
+
+
+class GrammarThatCannotBegin:
+    def start(self) -> None:
+        raise MemoryError("secret")
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_request_whose_output_cannot_be_followed_is_not_taken_in(broken: int) -> None:
+    """Bug: it stayed in the scheduler, where nobody knew its text, and the next step ended the engine."""
+    hook = RecordingHook()
+    engine = make_engine({}, hooks=[hook])
+    choices = make_choices("a", 3, max_tokens=1)
+    choices[broken].output_format = OutputFormat(grammar=GrammarThatCannotBegin())
+    engine.add(make_request("b", max_tokens=3))
+    engine.step()
+    with pytest.raises(InternalError, match=ENGINE_FAILED):
+        engine.add(choices[0], choices[1:])
+    assert engine.scheduler.num_running == 1 and engine.scheduler.num_waiting == 0
+    engine.add(make_request("a", max_tokens=1))
+    assert ends(run(engine)) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    assert [output.request_id for output in hook.finished] == ["a", "b"]
 
 
 def test_an_error_of_the_scheduler_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
