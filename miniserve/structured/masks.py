@@ -133,8 +133,9 @@ class MaskWorker:
     def compute(self, jobs: Sequence[_Job]) -> None:
         """Begin with these, each in a thread."""
         while len(self._threads) < len(jobs):
-            self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="masks", daemon=True)
+            thread.start()  # which may fail
+            self._threads.append(thread)
         for job in jobs:
             job.begin()
             self._jobs.put(job)

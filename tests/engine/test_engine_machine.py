@@ -2,7 +2,7 @@
 
 Scheduler, KV cache, output processor, detokenizer and masks are real. The model is a script (`foretold`), its runner
 keeps what would lie in each KV slot, and it fails together with everything else that may (`faulty`). The normal run is
-the same each time. A million rules, others each time, take a quarter of an hour:
+the same each time. A million rules, others each time, take ten minutes:
 
     python -m pytest tests/engine/test_engine_machine.py -m slow --numprocesses 0
 

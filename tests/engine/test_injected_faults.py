@@ -7,6 +7,7 @@ the second, and so on, until there is no such call any more. So no step of a req
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ POINTS: list[tuple[type, str, int]] = [
     (MaskQuery, "allows", 1),
     (MaskWorker, "start", 3),  # of no use to any of those with a grammar
     (MaskWorker, "compute", 3),
+    (threading.Thread, "start", 3),
 ]
 
 
