@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from miniserve.errors import InvalidParameterError, QueueFullError
+from miniserve.panics import panics_as_errors
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
 from miniserve.structured.named_tokens import misnamed_token
@@ -58,6 +59,7 @@ class Tokenizer(Protocol):
 class Matcher:
     """Follows one answer. Not for two threads at once."""
 
+    @panics_as_errors
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
@@ -69,10 +71,12 @@ class Matcher:
         return -(-self._tokenizer.vocab_size // 32)
 
     @property
+    @panics_as_errors
     def complete(self) -> bool:
         """Whether the answer is whole and nothing can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    @panics_as_errors
     def accept(self, token_ids: Iterable[int]) -> None:
         """Go on by these tokens.
 
@@ -83,6 +87,7 @@ class Matcher:
             raise GrammarError(in_words(self._matcher.get_error()))
         self._forced = self._find_forced()
 
+    @panics_as_errors
     def try_accept(self, token_id: int) -> bool:
         """Go on by this token if it is allowed here; returns whether it was.
 
@@ -95,10 +100,12 @@ class Matcher:
         self._forced = self._find_forced()
         return is_allowed
 
+    @panics_as_errors
     def accept_text(self, text: str) -> None:
         """Go on by `text`, whatever its tokens. Raises as `accept`."""
         self.accept(self._tokenizer.greedy_tokenize(text))
 
+    @panics_as_errors
     def token_of(self, text: str) -> int | None:
         """The token that is shown as exactly `text`; None where it takes several."""
         token_ids = self._tokenizer.greedy_tokenize(text)
@@ -108,11 +115,13 @@ class Matcher:
         """The tokens that have to come next, as the tokenizer spells what is forced; none where there is a choice."""
         return self._forced
 
+    @panics_as_errors
     def allows(self, token_id: int) -> bool:
         """Whether the mask has this token: it takes microseconds, the whole mask a tenth of a millisecond."""
         forced = self.forced()
         return token_id == forced[0] if forced else self._matcher.validate_tokens([token_id]) == 1
 
+    @panics_as_errors
     def fill(self, row: NDArray[np.int32]) -> None:
         """Write the mask of what may come next.
 
@@ -143,10 +152,12 @@ class Grammar:
         self._matcher = matcher
         self._tokenizer = tokenizer
 
+    @panics_as_errors
     def start(self) -> Matcher:
         """Begin an answer."""
         return Matcher(self._matcher.deep_copy(), self._tokenizer)
 
+    @panics_as_errors
     def after(self, text: str) -> Grammar:
         """The grammar of what follows `text`, with which the answer begins.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miniserve.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from miniserve.panics import panics_as_errors
 from miniserve.text.spelling import Piece, compile_spellings
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Tokenizer:
         )
         return cls(_load(path, load))
 
+    @panics_as_errors
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens spelled out in it become special tokens.
 
@@ -116,6 +118,7 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    @panics_as_errors
     def encode_pieces(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         """Token ids of the joined pieces, as `encode`, except that no special token is found in a literal piece.
 
@@ -136,6 +139,7 @@ class Tokenizer:
         before, after = self._surroundings(text) if add_special_tokens else ([], [])
         return before + ids + after
 
+    @panics_as_errors
     def encode_literal(self, text: str) -> list[int]:
         """Token ids of `text` in the middle of a text, none of them special, whatever it spells."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
