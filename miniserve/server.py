@@ -1,4 +1,4 @@
-"""The process around the application: uvicorn, signals, log lines.
+"""The process around the application: uvicorn, signals, the end.
 
 The port is taken before anything else, so that a port in use is an error at once and not after a model was loaded.
 While the engine thread loads, the server answers already, with 503. Does not know what is served.
@@ -27,6 +27,7 @@ from miniserve.engine.async_engine import AsyncEngine
 from miniserve.errors import ConfigError
 from miniserve.http_protocol import BoundedHttpProtocol
 from miniserve.listener import file_limit, listening_socket, raise_file_limit
+from miniserve.logs import configure_logging, flush_logs
 
 logger = logging.getLogger("miniserve")
 
@@ -66,38 +67,8 @@ def serve(app: Any, engine: AsyncEngine, config: ServerConfig, announce: Callabl
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_logs()
     os._exit(code)
-
-
-def configure_logging(config: ServerConfig) -> None:
-    """Our log lines and uvicorn's, one format, to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    level = config.log_level.upper()
-    access = level if config.access_log else "CRITICAL"
-    # uvicorn's own lines of progress say nothing that ours do not.
-    uvicorn_level = level if config.log_level in ("debug", "error") else "WARNING"
-    for name, its_level in (("miniserve", level), ("uvicorn", uvicorn_level), ("uvicorn.access", access)):
-        logger = logging.getLogger(name)
-        logger.setLevel(its_level)
-        logger.propagate = False
-        logger.handlers = [handler]
-    logging.getLogger("uvicorn.access").filters = [_without_probes]
-    # uvicorn logs an access line for whoever handles it: silence is no handler at all, and costs nothing.
-    if not config.access_log:
-        logging.getLogger("uvicorn.access").handlers = []
-
-
-def _without_probes(record: logging.LogRecord) -> bool:
-    """Drop what monitoring asks for every few seconds, and query strings, which may hold secrets."""
-    if not isinstance(record.args, tuple) or len(record.args) != 5:
-        return True
-    client, method, target, version, status = record.args
-    path = str(target).partition("?")[0]
-    record.args = (client, method, path, version, status)
-    return path not in ("/health", "/metrics")
 
 
 def _url(config: ServerConfig, listener: socket.socket) -> str:

@@ -13,7 +13,7 @@ import pytest
 from miniserve.config import ServerConfig
 from miniserve.errors import ConfigError
 from miniserve.listener import listening_socket
-from miniserve.server import configure_logging
+from miniserve.logs import configure_logging, flush_logs
 
 
 @pytest.fixture(autouse=True)
@@ -107,5 +107,6 @@ def test_the_access_log_leaves_out_what_monitoring_asks_all_day(capfd: pytest.Ca
     line = '%s - "%s %s HTTP/%s" %d'
     for path in ("/health", "/metrics", "/v1/models"):
         logging.getLogger("uvicorn.access").info(line, "1.2.3.4:5", "GET", path, "1.1", 200)
+    flush_logs()
     logged = capfd.readouterr().err
     assert "GET /v1/models" in logged and "/health" not in logged and "/metrics" not in logged

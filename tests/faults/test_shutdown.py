@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.contract.calls import Server, check_error_object, chunks_of, fold, streamed
 from tests.contract.conftest import SCRIPTED
-from tests.contract.process import ServerProcess
+from tests.contract.process import ROOT, ServerProcess
 from tests.faults.conftest import FLAGS
 from tests.faults.raw import completion, connect, is_whole, read_answer, response_of, status
 
@@ -157,6 +159,39 @@ def test_sigterm_while_an_answer_is_read_slowly(grace: int, pause: float) -> Non
             answer = fold(response_of(read_answer(connection, received)))
             assert answer.text == "." * 8000
         check_end(server, seconds=10)
+
+
+def test_a_log_that_nobody_reads(tmp_path: Path) -> None:
+    """Bug: when the pipe was full everything stood still, /health as well, and no signal but SIGKILL ended it."""
+    reader, writer = os.pipe()
+    address = str(tmp_path / "s.sock")
+    process = subprocess.Popen([sys.executable, *SCRIPTED, "--uds", address], cwd=ROOT, stderr=writer)
+    os.close(writer)
+    try:
+        transport = httpx.HTTPTransport(uds=address, retries=3)
+        with httpx.Client(transport=transport, base_url="http://x", timeout=20) as http:
+            wait_until_ready(http)
+            for number in range(500):  # a pipe takes 64 KB
+                answer = http.post("/v1/completions", json={"prompt": f"<<say {number}>>"})
+                assert answer.json()["choices"][0]["text"] == str(number)
+            assert http.get("/health").json()["status"] == "ok"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+        os.close(reader)
+
+
+def wait_until_ready(http: httpx.Client) -> None:
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            if http.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("not ready")
 
 
 def test_clients_that_come_again_at_once() -> None:
