@@ -5,7 +5,10 @@ What one client sees is in `tests/contract/test_lifecycle.py`.
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
