@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,6 +21,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     is_last_request = False  # whether connections end with the request that they are at
     _header_bytes = 0
     _silent_bytes = 0
+    _num_open = 0  # requests whose head came in whole, and whose answer is not complete
+    _is_coming_in = False  # the last of them: its body is not whole
+    _is_broken = False  # nothing more is taken in; what is open is answered first
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -32,12 +36,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         super().connection_lost(exc)
 
+    def on_headers_complete(self) -> None:
+        """The head came in whole."""
+        super().on_headers_complete()
+        self._num_open += 1
+        self._is_coming_in = True
+
     def on_message_complete(self) -> None:
         """The request came in whole."""
         self._clear_deadline()
+        self._is_coming_in = False
         super().on_message_complete()
         if self.is_last_request:
             self.let_go()
+
+    def on_response_complete(self) -> None:
+        """The answer to the oldest one went out."""
+        self._num_open -= 1
+        super().on_response_complete()
+        if self._is_broken and not self._num_open:
+            self.transport.close()
 
     def let_go(self) -> None:
         """Let the current answer be the last, and say so.
@@ -57,18 +75,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _end_slow_request(self) -> None:
-        """Nothing more is waited for. Where an answer is on its way already, it must not be broken into."""
+        """Nothing more is waited for, unless it was us who did not read on: another answer is on its way."""
         self._deadline = None
-        if self.transport.is_closing():
-            return
-        if self._header_bytes and (self.cycle is None or not self.cycle.response_started):
-            self._send_error(
-                "408 Request Timeout", f"The request did not come in whole within {self.request_seconds} s."
-            )
-        self.transport.close()
+        if self._num_open > self._is_coming_in:
+            self._set_deadline()
+        elif self._header_bytes:
+            self._refuse("408 Request Timeout", f"The request did not come in whole within {self.request_seconds} s.")
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """What came in."""
+        if self._is_broken:
+            return
         self._silent_bytes += len(data)
         super().data_received(data)
         if self._silent_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
@@ -108,10 +127,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """What cannot be parsed as HTTP, in the same form as every other error."""
         if max(self._header_bytes, self._silent_bytes) > MAX_HEADER_BYTES:
             msg = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes; send less."
-        self._send_error("400 Bad Request", msg)
-        self.transport.close()
+        self._refuse("400 Bad Request", msg)
+
+    def _refuse(self, status: str, message: str) -> None:
+        """Answer what is no request, and close: behind the answers that are on their way, not in the middle of one."""
+        if self.transport.is_closing():
+            return
+        current = self.cycle if self._is_coming_in else None
+        num_before = self._num_open - self._is_coming_in
+        if num_before == 0 and (current is None or not current.response_started):
+            self._send_error(status, message)
+        if num_before <= 0 and (current is None or not current.response_started or current.response_complete):
+            self.transport.close()
+            return
+        self._is_broken = True
+        self._clear_deadline()
+        if num_before and current is not None:  # it waits for its turn, and would wait for its body then
+            self.pipeline.popleft()
+            self._num_open -= 1
 
     def _send_error(self, status: str, message: str) -> None:
         body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % message.encode()
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        head += f"x-request-id: {uuid.uuid4().hex}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)

@@ -217,7 +217,12 @@ def _errors() -> Iterator[str]:
     yield from _table_rows(
         (
             ("unknown URL", "404", "`invalid_request_error`", "`unknown_url`"),
-            ("method that the URL does not take", "405", "`invalid_request_error`", "`method_not_supported`"),
+            (
+                "method that the URL does not take (one that nobody knows: 400)",
+                "405",
+                "`invalid_request_error`",
+                "`method_not_supported`",
+            ),
         )
     )
 

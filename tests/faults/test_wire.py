@@ -120,6 +120,52 @@ def test_a_long_answer_is_not_a_slow_request(target: Target) -> None:
     assert b"[DONE]" in received and status(received) == 200
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "plain"])
+def test_a_request_behind_a_long_answer_has_its_time_then(target: Target, stream: bool) -> None:
+    """Bug: the server did not read on while it answered, and then the answer was broken off with a 408 within it."""
+    first = completion(max_tokens=900, ignore_eos=True, stream=stream)
+    second = completion("Connection: close", max_tokens=1)
+    with connect(target.server, seconds=60) as connection:
+        connection.sendall(first + second[:-10])
+        time.sleep(0.3)
+        connection.sendall(second[-10:])
+        received = read_to_the_end(connection)
+    assert received.count(b"HTTP/1.1 200 OK") == received.count(b"HTTP/1.1 ") == 2
+    assert received.count(b"[DONE]") == stream and received.rstrip().endswith(b"}")
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "plain"])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"FOO / HTTP/1.1\r\n\r\n",
+        GET + b"X: " + b"a" * 200_000,
+        request(b"zz\r\n", "Transfer-Encoding: chunked"),
+        completion(max_tokens=1) + b"GARBAGE\r\n\r\n",
+    ],
+    ids=["garbage", "no method", "a header of 200 KB", "no chunk", "a request and garbage"],
+)
+def test_what_is_no_request_behind_one(target: Target, behind: bytes, stream: bool) -> None:
+    """Bug: the error was written into the middle of the answer that was on its way."""
+    with connect(target.server, seconds=60) as connection:
+        connection.sendall(completion(max_tokens=100, ignore_eos=True, stream=stream))
+        target.server.wait_for(lambda numbers: numbers["running"] == 1)
+        connection.sendall(behind)
+        received = read_to_the_end(connection)
+    num_answers = 2 if behind.startswith(b"POST") and b"zz" not in behind else 1
+    assert received.count(b"HTTP/1.1 200 OK") == received.count(b"HTTP/1.1 ") == num_answers
+    assert received.count(b"[DONE]") == stream and received.count(b'"finish_reason":"length"') >= num_answers
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
 def test_many_slow_senders_beside_a_fast_one(target: Target) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(connect(target.server)) for _ in range(200)]
