@@ -28,7 +28,7 @@ from miniserve.text.tokenizer import Tokenizer
 Prompt = str | Sequence[int]
 
 # A text that is cut to fit may be longer than what fits, but tokenising it should not take more than seconds.
-MAX_CUT_TEXT_LENGTH = 2**21  # characters
+MAX_CUT_TEXT_LENGTH = 2**21  # characters; of what is only tokenised as well
 PLAIN_CHAT = ChatOptions()
 PLAIN_REQUEST = RequestOptions()
 
@@ -162,6 +162,7 @@ class InputProcessor:
                 f"a prompt must be text or an array of token ids, got {shown(prompt)}", param="prompt"
             )
         if isinstance(prompt, str):
+            _check_tokenised_length(len(prompt), param="prompt")
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         token_ids: list[int] = list(prompt)
         self._check_token_ids(token_ids, param="prompt")
@@ -174,6 +175,7 @@ class InputProcessor:
             InvalidParameterError: there is no template, it refuses, or the messages are malformed.
         """
         pieces = self._render(_checked(messages, chat), chat)
+        _check_tokenised_length(sum(len(piece.text) for piece in pieces), param="messages")
         return self.tokenizer.encode_pieces(pieces, add_special_tokens=chat.add_special_tokens)
 
     def _render(self, messages: Sequence[Message], chat: ChatOptions) -> list[Piece]:
@@ -262,12 +264,7 @@ class InputProcessor:
         length = sum(map(len, texts))
         num_tokens = self.tokenizer.min_num_tokens(length)
         if options.truncate_prompt_tokens is not None:
-            if length > MAX_CUT_TEXT_LENGTH:
-                raise ContextLengthError(
-                    f"the prompt has {length} characters; truncate_prompt_tokens cuts texts of at most "
-                    f"{MAX_CUT_TEXT_LENGTH}: shorten the prompt",
-                    param=param,
-                )
+            _check_tokenised_length(length, param=param)
         elif num_tokens > self.max_model_len:
             raise ContextLengthError(
                 f"the prompt has more than {num_tokens} tokens; the context holds {self.max_model_len}, prompt and "
@@ -330,6 +327,15 @@ def _check_switches(template_kwargs: Mapping[str, Any]) -> None:
                 f"chat_template_kwargs.{name} must be true or false, got {shown(value)}",
                 param="chat_template_kwargs",
             )
+
+
+def _check_tokenised_length(length: int, *, param: str) -> None:
+    if length > MAX_CUT_TEXT_LENGTH:
+        raise ContextLengthError(
+            f"the prompt has {length} characters, and texts of at most {MAX_CUT_TEXT_LENGTH} are tokenised, also those "
+            "that are cut then: shorten the prompt",
+            param=param,
+        )
 
 
 def _room_for_output(max_tokens: int | None) -> int:

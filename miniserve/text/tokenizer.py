@@ -12,6 +12,7 @@ Does not know chat messages, requests or the model: an id may lie outside the vo
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -25,6 +26,9 @@ from miniserve.text.spelling import Piece, compile_spellings
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
+
+# One text at a time gains nothing from the library's own threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _SENTENCEPIECE_SPACE = "\u2581"  # the visible stand-in for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte that no other token covers
@@ -115,8 +119,7 @@ class Tokenizer:
             InvalidParameterError: `text` has half a surrogate pair, which no encoding can carry.
         """
         require_encodable(text, param="prompt")
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._backend, text, add_special_tokens=add_special_tokens)
 
     @panics_as_errors
     def encode_pieces(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
@@ -133,7 +136,7 @@ class Tokenizer:
             if piece.literal:
                 ids += self.encode_literal(piece.text)
             elif index == 0:
-                ids += self._backend.encode(piece.text, add_special_tokens=False).ids
+                ids += _encode(self._backend, piece.text)
             else:
                 ids += self._encode_continued(piece.text)
         before, after = self._surroundings(text) if add_special_tokens else ([], [])
@@ -142,7 +145,7 @@ class Tokenizer:
     @panics_as_errors
     def encode_literal(self, text: str) -> list[int]:
         """Token ids of `text` in the middle of a text, none of them special, whatever it spells."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._plain, text)
         if len(text) == 1 or self._special_ids.isdisjoint(ids):
             return ids
         # Some vocabularies (Unigram) spell special tokens too: in parts they cannot match.
@@ -154,12 +157,11 @@ class Tokenizer:
         start = match.start() if match else len(text)
         if match and match[0] in self._lstrip:
             start = len(text[:start].rstrip())
-        ids: list[int] = self._plain.encode(text[:start], add_special_tokens=False).ids
-        return ids + self._backend.encode(text[start:], add_special_tokens=False).ids
+        return _encode(self._plain, text[:start]) + _encode(self._backend, text[start:])
 
     def _surroundings(self, text: str) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and after `text`."""
-        whole = self._backend.encode(text, add_special_tokens=True)
+        [whole] = self._backend.encode_batch([text], add_special_tokens=True)
         own = [place for place, sequence in enumerate(whole.sequence_ids) if sequence is not None]
         return (whole.ids[: own[0]], whole.ids[own[-1] + 1 :]) if own else (whole.ids, [])
 
@@ -242,6 +244,13 @@ def _chat_template(template: str | Mapping[str, str] | None) -> str | None:
 
 
 # Text without special tokens
+
+
+def _encode(backend: Backend, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """As a batch of one: only then the library lets other threads run meanwhile. A long text takes seconds."""
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _plain_backend(backend: Backend) -> Backend:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from miniserve.engine.input_processor import MAX_CUT_TEXT_LENGTH
 from tests.contract.calls import Server
 from tests.contract.conftest import SCRIPTED
 from tests.contract.process import ServerProcess
@@ -84,6 +85,7 @@ def attacked(*flags: str) -> Iterator[Target]:
         server.post("/v1/completions", prompt="Hi", logit_bias=biases)
         server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}] * 10**5)
         server.post_raw("/v1/completions", b" " * 32 * 2**20)
+        server.post("/tokenize", prompt="The sea was calm. " * (MAX_CUT_TEXT_LENGTH // 18))
         yield from _until_the_end(server)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
 import pytest
 
-from tests.contract.calls import CHAT, COMPLETIONS, check_error_object
+from miniserve.engine.input_processor import MAX_CUT_TEXT_LENGTH
+from tests.contract.calls import CHAT, COMPLETIONS, check_error, check_error_object
 from tests.faults.conftest import Target
 
 MOST_SECONDS = 20.0
@@ -131,3 +133,39 @@ def test_control_tokens_and_strange_text_are_text(target: Target, text: str) -> 
     assert response.status_code == 200
     spelled = target.server.tokens(text)
     assert target.server.post("/detokenize", tokens=spelled).json()["prompt"] == text
+
+
+def test_a_long_text_is_tokenised_beside_others(target: Target) -> None:
+    """Bug: for as long as the library worked, which was seconds, nothing else was answered."""
+    text = "The sea was calm. " * (MAX_CUT_TEXT_LENGTH // 18)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(target.server.post, "/tokenize", prompt=text)
+        num_answers = 0
+        while not asked.done():
+            assert target.server.http.get("/health").status_code == 200
+            num_answers += 1
+    assert asked.result().json()["count"] > 100_000
+    assert num_answers > 10
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_text_that_is_too_long_to_be_tokenised(target: Target, field: str) -> None:
+    text = "a" * (MAX_CUT_TEXT_LENGTH + 1)
+    value = text if field == "prompt" else [{"role": "user", "content": text}]
+    check_error(target.server.post("/tokenize", **{field: value}), 400, "context_length_exceeded", field)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": "a " * 400, "n": 128, "prompt_logprobs": 20},
+        {"prompt": "a " * 400, "n": 128, "echo": True, "logprobs": 20},
+        {"prompt": ["a " * 400] * 8, "n": 16, "prompt_logprobs": 20},
+        {"messages": [{"role": "user", "content": "a " * 400}], "n": 128, "prompt_logprobs": 20},
+    ],
+    ids=["choices", "echo", "prompts", "chat"],
+)
+def test_a_small_request_with_a_huge_answer(target: Target, asked: dict[str, Any]) -> None:
+    """Bug: 5 KB had an answer of 160 MB, for which the server took a gigabyte, and stood still for seconds."""
+    response = target.server.post(CHAT if "messages" in asked else COMPLETIONS, **asked, max_tokens=1)
+    assert "at most 500000" in check_error(response, 400, "invalid_value", "prompt_logprobs")

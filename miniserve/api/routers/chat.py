@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from miniserve.api.body import naming_sent_fields, parse_body
-from miniserve.api.choice import Choice, Tools
+from miniserve.api.choice import Choice, Tools, check_prompt_logprobs
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
 from miniserve.api.errors import call_id_of
 from miniserve.api.generation import Call, compact_json, respond
@@ -104,6 +104,7 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
     with naming_sent_fields(asked.sent_name):
         chat = asked.chat_options()
         choices = _choices(server, parts, call_id, asked, chat)
+    check_prompt_logprobs(choices, asked.prompt_logprobs)
     return asked, Call(call_id, int(time.time()), model, choices)
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from miniserve.api.body import parse_body
-from miniserve.api.choice import Choice, Echo
+from miniserve.api.choice import Choice, Echo, check_prompt_logprobs
 from miniserve.api.deps import EngineDep, Server, ServerDep, require_key
 from miniserve.api.errors import call_id_of
 from miniserve.api.generation import Call, respond
@@ -91,6 +91,7 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
             log_request(prompt_id, json.dumps(prompt, ensure_ascii=False), sampling, asked.n)
         with _numbering(number if len(asked.prompts) > 1 else None):
             choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
+    check_prompt_logprobs(choices, sampling.prompt_logprobs)
     return asked, Call(call_id, int(time.time()), model, choices)
 
 
