@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,9 @@ def attacked(*flags: str) -> Iterator[Target]:
         server.post("/v1/completions", prompt="Hi", logit_bias=biases)
         server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}] * 10**5)
         server.post_raw("/v1/completions", b" " * 32 * 2**20)
-        server.post("/tokenize", prompt="The sea was calm. " * (MAX_CUT_TEXT_LENGTH // 18))
+        with ThreadPoolExecutor(4) as pool:  # each thread of the server's has memory of its own
+            for _ in range(8):
+                pool.submit(server.post, "/tokenize", prompt="The sea was calm. " * (MAX_CUT_TEXT_LENGTH // 18))
         yield from _until_the_end(server)
 
 
