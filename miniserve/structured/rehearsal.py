@@ -11,6 +11,7 @@ and limits are those of POSIX: elsewhere no grammar is tried, and so none is tak
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
@@ -29,7 +30,11 @@ from llguidance import LLMatcher, LLTokenizer
 from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.structured.library import Vocabulary, make_tokenizer, parser_limits
 
+logger = logging.getLogger(__name__)
+
 REHEARSAL_SECONDS = 1.5
+ANSWER_SECONDS = 10.0  # after which a process does not work, but stands still
+START_SECONDS = 60.0
 # Steps of each walk, and how often it goes inward where it can: chance alone would end most objects at once, write
 # blanks, or stay in the first string. Two long ones come deep.
 _WALKS = ((16, 0.7), (128, 1.0), (128, 0.7), *9 * ((16, 0.7),))
@@ -58,7 +63,7 @@ class Rehearsal:
 
         Raises:
             InvalidParameterError: this system cannot hold a process to limits.
-            InternalError: no process can be started.
+            InternalError: no process can be started, or it was killed or held up by somebody else.
         """
         if os.name != "posix":
             raise InvalidParameterError(
@@ -66,11 +71,16 @@ class Rehearsal:
                 f"cost cannot be limited on {sys.platform}; run the server on Linux or macOS, or leave them out",
                 param="structured_outputs",
             )
+        if self._process is not None and self._process.poll() is not None:  # by no grammar's doing
+            self.close()
         process = self._process or self._start()
         try:
-            reply = _exchange(process, {"grammar": grammar})
+            reply = _exchange(process, {"grammar": grammar}, ANSWER_SECONDS)
         except (OSError, ValueError):  # it has ended
             self.close()
+            if process.returncode == -signal.SIGKILL:
+                logger.error("the process that tries grammars was killed, or did not answer in %g s", ANSWER_SECONDS)
+                raise InternalError("the process that tries grammars was killed: try again") from None
             return _TOO_HARD
         return str(reply["refusal"])
 
@@ -97,18 +107,27 @@ class Rehearsal:
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
             )
-            _exchange(process, {"tokens": tokens, "special_ids": vocabulary.special_ids, "end_ids": vocabulary.end_ids})
+            fields = {"tokens": tokens, "special_ids": vocabulary.special_ids, "end_ids": vocabulary.end_ids}
+            _exchange(process, fields, START_SECONDS)
         except (OSError, ValueError) as error:
             self.close()
-            raise InternalError(f"the process that tries grammars cannot be started: {error}") from error
+            logger.exception("the process that tries grammars cannot be started")
+            raise InternalError("the process that tries grammars cannot be started") from error
         return process
 
 
-def _exchange(process: subprocess.Popen[bytes], message: object) -> Any:
-    """One line there, one line back; raises ValueError if there is none."""
+def _exchange(process: subprocess.Popen[bytes], message: object, seconds: float) -> Any:
+    """One line there, one line back; raises ValueError or OSError if there is none, in so many seconds at most."""
     assert process.stdin is not None and process.stdout is not None
-    _write(process.stdin, message)
-    return json.loads(process.stdout.readline())
+    # The only way out of a pipe whose other end stands still.
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        _write(process.stdin, message)
+        return json.loads(process.stdout.readline())
+    finally:
+        timer.cancel()
 
 
 def _write(pipe: IO[bytes], message: object) -> None:

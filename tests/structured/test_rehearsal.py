@@ -14,6 +14,7 @@ import pytest
 
 from miniserve.errors import InternalError, InvalidParameterError
 from miniserve.sampling_params import StructuredOutput
+from miniserve.structured import rehearsal as rehearsal_module
 from miniserve.structured.library import Vocabulary
 from miniserve.structured.rehearsal import Rehearsal
 from tests.structured.grammars import END_IDS, Model, allowed
@@ -139,13 +140,34 @@ def test_the_child_ends_with_its_parent() -> None:
     rehearsal.close()
 
 
-def test_a_child_that_is_killed_costs_one_grammar() -> None:
+def started() -> tuple[Rehearsal, psutil.Process]:
     rehearsal = Rehearsal(letters)
-    rehearsal.refusal('start: "a"')
+    assert rehearsal.refusal('start: "a"') == ""
     assert rehearsal._process is not None
-    psutil.Process(rehearsal._process.pid).kill()
-    rehearsal._process.wait()
-    assert "to compile" in rehearsal.refusal('start: "a"')
+    return rehearsal, psutil.Process(rehearsal._process.pid)
+
+
+def test_a_child_that_was_killed_costs_nobody_anything() -> None:
+    """Bug: the next grammar was said to be too hard, whatever it was."""
+    rehearsal, child = started()
+    child.kill()
+    child.wait()
+    assert rehearsal.refusal('start: "a"') == ""
+    rehearsal.close()
+
+
+@pytest.mark.parametrize("what", ["kill", "suspend"])
+def test_a_child_that_is_killed_or_held_up_at_work(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: who waited for one that stood still did so for ever, and so did the end of the server."""
+    monkeypatch.setattr(rehearsal_module, "ANSWER_SECONDS", 1.0)
+    rehearsal, child = started()
+    child.suspend()
+    timer = threading.Timer(0.2, getattr(child, what))
+    timer.start()
+    with pytest.raises(InternalError, match="was killed: try again"):
+        rehearsal.refusal('start: "a"')
+    timer.join()
+    assert not child.is_running()
     assert rehearsal.refusal('start: "a"') == ""
     rehearsal.close()
 
@@ -167,5 +189,5 @@ def test_it_can_be_imported_where_there_are_no_limits() -> None:
 
 def test_no_child_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/python")
-    with pytest.raises(InternalError, match="cannot be started"):
+    with pytest.raises(InternalError, match=r"cannot be started$"):
         Rehearsal(letters).refusal('start: "a"')
