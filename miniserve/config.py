@@ -205,7 +205,9 @@ class ServerConfig:
         300, "seconds that one step of the model may take before /health says stuck and nobody waits for it", parse=int
     )
     timeout_unread: int = _flag(
-        600, "seconds that a client may take nothing of its answer until it counts as gone; on Linux", parse=int
+        600,
+        "seconds that a client may take nothing of its answer until it counts as gone; over TCP, on Linux",
+        parse=int,
     )
     timeout_graceful_shutdown: int = _flag(30, "seconds that running requests get to finish at shutdown", parse=int)
     log_level: str = _flag("info", "least severe kind of log line", choices=LOG_LEVELS)

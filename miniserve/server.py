@@ -133,7 +133,9 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals as `handle_exit` says, and exit with code 0 after a drain."""
-        handled = (signal.SIGINT, signal.SIGTERM)
+        handled = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            handled.append(signal.SIGHUP)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
             yield

@@ -76,7 +76,7 @@ before `[DONE]`.
 A client that closes the connection, of a stream or of a plain request, ends the request within one step. So does one
 that only closes its sending side (`SHUT_WR`, `nc -N`): on the wire it is the same.
 A client may read slowly: it holds up nobody, and what it has not taken comes in fewer, larger chunks. Who takes
-nothing for `--timeout-unread` seconds counts as gone.
+nothing for `--timeout-unread` seconds counts as gone (over TCP, on Linux).
 While the server shuts down, every answer carries `Connection: close`, where its headers are not out yet.
 """
 

@@ -18,6 +18,7 @@ from miniserve.errors import InternalError, RequestError, StartupError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _open_standard_files()
     try:
         try:
             args = _parser().parse_args(argv)
@@ -35,6 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered has to go somewhere, or the interpreter complains about it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_standard_files() -> None:
+    """Where the process was started without some of them: or sockets get their numbers, on which libraries rely."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 def _parser() -> Parser:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WATCH_SECONDS = 1.0  # between two looks at the age of a step
 STOP_SECONDS = 10.0  # how long `stop` waits for the step that is being computed
 
 
@@ -110,6 +111,7 @@ class AsyncEngine:
         self._ended = asyncio.Event()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._step_start: float | None = None  # written by the thread, between steps; None: there is no work
+        self._last_look = self._awake_since = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -251,13 +253,23 @@ class AsyncEngine:
         assert self._loop is not None
         if self._status in (EngineStatus.STOPPED, EngineStatus.DEAD):
             return
+        self._notice_sleep()
+        self._last_look = time.monotonic()
         health = self.health()
         is_stuck = health.status == STUCK
         if is_stuck and not was_stuck:
             self._on_stuck(health.detail or health.status)
         elif was_stuck and not is_stuck:
             logger.warning("the step has ended after all: serving again")
-        self._loop.call_later(min(1.0, self._stuck_after / 4), functools.partial(self._watch, was_stuck=is_stuck))
+        self._loop.call_later(
+            min(WATCH_SECONDS, self._stuck_after / 4), functools.partial(self._watch, was_stuck=is_stuck)
+        )
+
+    def _notice_sleep(self) -> None:
+        """A process that was stopped for a while, or its machine, has done no step meanwhile, and nothing is stuck."""
+        now = time.monotonic()
+        if now - self._last_look > 2 * WATCH_SECONDS:
+            self._awake_since = now
 
     def _on_stuck(self, detail: str) -> None:
         stack = sys._current_frames().get(self._thread.ident or 0)
@@ -267,7 +279,10 @@ class AsyncEngine:
 
     def _step_age(self) -> float:
         start = self._step_start
-        return 0.0 if start is None else time.monotonic() - start
+        if start is None:
+            return 0.0
+        self._notice_sleep()
+        return time.monotonic() - max(start, self._awake_since)
 
     def _on_built(self, parts: EngineParts) -> None:
         self._parts = parts

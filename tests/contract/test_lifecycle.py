@@ -224,6 +224,45 @@ def test_a_dead_engine(servers: dict[str, Server]) -> None:
     assert server.process.process.wait(25) == 0
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no such signal here")
+@pytest.mark.parametrize("ignored", [False, True], ids=["drains", "nohup"])
+def test_a_terminal_that_goes_away(ignored: bool) -> None:
+    """As SIGTERM, unless whoever started it wants it to stay."""
+    deaf = "import signal, runpy; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    code = f"{deaf}; runpy.run_module({SCRIPTED[1]!r}, None, '__main__')"
+    command = ("-c", code) if ignored else SCRIPTED
+    with ServerProcess(command=command) as process, Server(process, "scripted") as server:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.complete, "<<say abc>><<pause 50>>", max_tokens=5)
+            server.wait_for(lambda numbers: numbers["running"] == 1)
+            process.process.send_signal(signal.SIGHUP)
+            assert asked.result().text == "abc"
+        if ignored:
+            assert server.complete("<<say abc>>").text == "abc"
+            assert process.stop() == 0
+        assert exit_code(server) == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", ">&- 2>log"])
+def test_without_standard_files(closed: str, tmp_path: Path) -> None:
+    """Bug: sockets got their numbers, and the end of the server was an assertion of a library."""
+    address, log = tmp_path / "s.sock", tmp_path / "log"
+    line = f"exec {sys.executable} {' '.join(SCRIPTED)} --uds {address} {closed.replace('log', str(log))}"
+    process = subprocess.Popen(["sh", "-c", line], cwd=ROOT)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(address)), base_url="http://x") as http:
+            give_up = time.monotonic() + WAIT_SECONDS
+            while not address.exists() or http.get("/health").status_code != 200:
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+            assert http.post(COMPLETIONS, json={"prompt": "<<say abc>>"}).json()["choices"][0]["text"] == "abc"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(25) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 # Start
 
 

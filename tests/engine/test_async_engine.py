@@ -9,9 +9,10 @@ import asyncio
 import functools
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ParamSpec
 
 import pytest
@@ -529,6 +530,25 @@ async def test_a_step_that_ends_after_all() -> None:
         await until(lambda: engine.health().status == "ok")
         await settled(engine)
         assert text_of(await read(engine.submit([[make_request("b", max_tokens=2)]]))) == ".."
+        await settled(engine)
+
+
+@on_loop
+async def test_a_process_that_was_stopped_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: when it went on, it said that the step had hung, and all that ran had failed."""
+    ahead = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, perf_counter=time.perf_counter)
+    monkeypatch.setattr("miniserve.engine.async_engine.time", clock)
+    async with running(stuck_after=50.0) as (engine, runner):
+        runner.gate.clear()
+        stream = engine.submit([[make_request("a", max_tokens=2)]])
+        await until(lambda: engine.health().last_step_age_seconds > 0)
+        ahead = 100.0
+        assert engine.health().healthy and engine.health().last_step_age_seconds < 10
+        await asyncio.sleep(1.1)  # it has looked again
+        assert engine.health().healthy
+        runner.gate.set()
+        assert text_of(await read(stream)) == ".."
         await settled(engine)
 
 
