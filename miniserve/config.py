@@ -227,6 +227,8 @@ class ServerConfig:
         _check_at_least(self, "timeout_step", 1)
         _check_at_least(self, "timeout_unread", 1)
         _check_at_least(self, "timeout_graceful_shutdown", 0)
+        if self.uds == "":
+            raise ConfigError("--uds is empty; name the path of a socket")
         if self.port > 65535:
             raise ConfigError(f"--port must be at most 65535, got {self.port}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 2**10  # request line and headers of one request
 
@@ -21,7 +22,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     is_last_request = False  # whether connections end with the request that they are at
     _header_bytes = 0
     _silent_bytes = 0
-    _num_open = 0  # requests whose head came in whole, and whose answer is not complete
+    _open: deque[RequestResponseCycle]  # whose head came in whole, and whose answer is not complete
     _is_coming_in = False  # the last of them: its body is not whole
     _is_broken = False  # nothing more is taken in; what is open is answered first
     _deadline: asyncio.TimerHandle | None = None
@@ -29,17 +30,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new connection, whose first request is waited for."""
         super().connection_made(transport)
+        self._open = deque()
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end of it."""
+        """The end of it, also for those whose answers are on their way or wait behind one."""
         self._clear_deadline()
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
         """The head came in whole."""
         super().on_headers_complete()
-        self._num_open += 1
+        self._open.append(self.cycle)
         self._is_coming_in = True
 
     def on_message_complete(self) -> None:
@@ -52,9 +57,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The answer to the oldest one went out."""
-        self._num_open -= 1
+        self._open.popleft()
         super().on_response_complete()
-        if self._is_broken and not self._num_open:
+        if self._is_broken and not self._open:
             self.transport.close()
 
     def let_go(self) -> None:
@@ -77,7 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _end_slow_request(self) -> None:
         """Nothing more is waited for, unless it was us who did not read on: another answer is on its way."""
         self._deadline = None
-        if self._num_open > self._is_coming_in:
+        if len(self._open) > self._is_coming_in:
             self._set_deadline()
         elif self._header_bytes:
             self._refuse("408 Request Timeout", f"The request did not come in whole within {self.request_seconds} s.")
@@ -134,7 +139,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         current = self.cycle if self._is_coming_in else None
-        num_before = self._num_open - self._is_coming_in
+        num_before = len(self._open) - self._is_coming_in
         if num_before == 0 and (current is None or not current.response_started):
             self._send_error(status, message)
         if num_before <= 0 and (current is None or not current.response_started or current.response_complete):
@@ -144,7 +149,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         if num_before and current is not None:  # it waits for its turn, and would wait for its body then
             self.pipeline.popleft()
-            self._num_open -= 1
+            self._open.pop()
 
     def _send_error(self, status: str, message: str) -> None:
         body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % message.encode()

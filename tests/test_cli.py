@@ -112,7 +112,7 @@ BAD_ENGINE_FLAGS = {
 BAD_SERVER_FLAGS = {
     "host": ["no.such.host.invalid", "256.0.0.1"],
     "port": ["-1", "65536", "http"],
-    "uds": ["/no/such/folder/a.sock", __file__],
+    "uds": ["", "/no/such/folder/a.sock", __file__],
     "api_key": [""],
     "served_model_name": [""],
     "allowed_origins": [""],

@@ -158,6 +158,16 @@ def test_what_is_no_request_behind_one(target: Target, behind: bytes, stream: bo
     assert received.count(b"[DONE]") == stream and received.count(b'"finish_reason":"length"') >= num_answers
 
 
+def test_a_client_that_leaves_with_a_request_behind_another(target: Target) -> None:
+    """Bug: only the last request of the connection heard of it, and the one that ran was computed to its end."""
+    with connect(target.server) as connection:
+        connection.sendall(2 * completion(max_tokens=900, ignore_eos=True, stream=True))
+        target.server.wait_for(lambda numbers: numbers["running"] == 1)
+        num_aborted = target.server.stats()["requests_finished"]["abort"]
+    numbers = target.server.wait_for(lambda numbers: numbers["running"] == numbers["waiting"] == 0)
+    assert numbers["requests_finished"]["abort"] == num_aborted + 1
+
+
 def read_to_the_end(connection: socket.socket) -> bytes:
     """Until the server closes."""
     received = b""
