@@ -149,3 +149,7 @@ def test_set_threads() -> None:
         assert torch.get_num_threads() == 1
     finally:
         platform.set_threads(before)
+
+
+def test_memory_is_given_back() -> None:
+    platform.give_back_memory()  # that it helps is seen from outside, in tests/faults

@@ -20,11 +20,13 @@ from miniserve.api.body import read_body
 from miniserve.config import ServerConfig
 from miniserve.engine.async_engine import AsyncEngine
 from miniserve.errors import AuthenticationError, ModelNotFoundError
+from miniserve.platform import give_back_memory
 
 T = TypeVar("T")
 
 # Tokenising holds the interpreter only in part; more threads than this would take it from the engine.
 _NUM_WORKERS = 4
+_LARGE_BODY_BYTES = 2**18  # to process one takes up to a few hundred times as much, of which the allocator keeps most
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,13 @@ class Server:
     async def process_body(self, request: Request, process: Callable[[bytes], T]) -> T:
         """Read the body and `process` it in a worker thread."""
         body = await read_body(request, self.config.max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self.workers, process, body)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.workers, process, body)
+        finally:
+            if len(body) > _LARGE_BODY_BYTES:
+                del body
+                loop.run_in_executor(self.workers, give_back_memory)
 
 
 async def get_server(request: Request) -> Server:

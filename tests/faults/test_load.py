@@ -127,7 +127,7 @@ def wrong_keys(target: Target, number: int) -> None:
     assert target.process.memory_info().rss - resident < 10 * 2**20
     lines = target.server.process.log[num_lines:]
     assert sum(line.endswith(" 401") for line in lines) <= number
-    assert sum(not line.endswith(" 401") for line in lines) <= 2 * num_served
+    assert sum(not line.endswith(" 401") for line in lines) <= 2 * num_served + 8  # some come late, of calls before
     assert not any(KEY[:-1] in line or "aaaa" in line for line in lines)
 
 
