@@ -163,6 +163,7 @@ def test_a_step_that_hangs(watched: Server, tmp_path: Path) -> None:
     assert watched.process.stop(25) == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_for_ever(watched: Server, tmp_path: Path) -> None:
     """SIGTERM ends the process all the same: no grace for whom nobody waits, and none for the thread."""
     never = tmp_path / "never"

@@ -120,7 +120,7 @@ def test_a_long_answer_is_not_a_slow_request(target: Target) -> None:
     assert b"[DONE]" in received and status(received) == 200
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "plain"])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["streamed", "plain"])
 def test_a_request_behind_a_long_answer_has_its_time_then(target: Target, stream: bool) -> None:
     """Bug: the server did not read on while it answered, and then the answer was broken off with a 408 within it."""
     first = completion(max_tokens=900, ignore_eos=True, stream=stream)
