@@ -242,7 +242,7 @@ def figure(soak: Soak) -> Figure:
         },
     )
     for axes in panels:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(axes.dataLim.ymax, 1.0))  # what is flat is not to lie on the frame
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("minutes")
     drawn.suptitle(f"{soak.command}: {len(soak.outcomes)} requests")
