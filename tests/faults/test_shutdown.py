@@ -109,15 +109,19 @@ WORK = {"max_tokens": 60, "ignore_eos": True}
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [30, 1])
 def test_sigterm_under_load(grace: int) -> None:
-    """Eight run, sixteen wait; who comes then gets a 503, but for the last eight, who may find nobody any more."""
+    """Eight run, up to sixteen wait; who comes then gets a 503, but for the last eight, who may find nobody any more."""
     flags = (*FLAGS, "--timeout-graceful-shutdown", str(grace))
     with ServerProcess(*flags) as process, Server(process, "smollm2") as server:
         crowd = Crowd(server, WORK)
         with crowd.at_work():
-            server.wait_for(lambda numbers: numbers["requests_finished"]["length"] >= 8 and numbers["waiting"] > 8)
+            numbers = server.wait_for(
+                lambda numbers: numbers["requests_finished"]["length"] >= 8 and numbers["waiting"] > 8
+            )
             process.process.send_signal(signal.SIGTERM)
         ends = Counter(crowd.ends)
-        assert ends["answer"] >= (32 if grace == 30 else 8)
+        finished = numbers["requests_finished"]["length"]
+        let_in = numbers["running"] + numbers["waiting"]  # for certain; some more may have come since
+        assert ends["answer"] >= finished + (let_in if grace == 30 else 0)
         assert bool(ends["error in the stream"]) == (grace == 1)
         assert ends["503"] >= NUM_CLIENTS - 8 and ends["turned away"] <= 8
         assert set(ends) <= {"answer", "503", "error in the stream", "turned away"}
