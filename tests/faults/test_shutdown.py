@@ -109,7 +109,7 @@ WORK = {"max_tokens": 60, "ignore_eos": True}
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [30, 1])
 def test_sigterm_under_load(grace: int) -> None:
-    """Eight run, up to sixteen wait; who comes then gets a 503, but for the last eight, who may find nobody any more."""
+    """Eight run, up to sixteen wait; who comes then gets a 503, but for the last eight: they may find nobody."""
     flags = (*FLAGS, "--timeout-graceful-shutdown", str(grace))
     with ServerProcess(*flags) as process, Server(process, "smollm2") as server:
         crowd = Crowd(server, WORK)
