@@ -16,9 +16,9 @@
     │   ├── ModelNotFoundError      404   a model that is not served here
     │   ├── RequestTooLargeError    413   the body is over the limit
     │   └── QueueFullError          429   too many requests wait already
-    ├── EngineUnavailableError      503   loading, shutting down, or dead
-    ├── InternalError               500   our fault: a request that the engine could not finish
-    └── DeviceFailedError           500   the accelerator computes nothing any more: the end of the engine
+    ├── EngineUnavailableError      503   loading, shutting down, stuck, or dead
+    └── InternalError               500   our fault: a request that the engine could not finish
+        └── DeviceFailedError             the accelerator computes nothing any more: the end of the engine
 
 The message always says what was wrong, with the value, and what to do about it.
 """
@@ -137,7 +137,7 @@ class InternalError(MiniserveError):
     """Our fault: the engine could not finish a request."""
 
 
-class DeviceFailedError(MiniserveError):
+class DeviceFailedError(InternalError):
     """The accelerator has failed, and computes nothing any more until the process is started again."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MB = 2**20
-MOST_GROWTH = 50 * MB
+MOST_GROWTH = 50  # MB
 MOST_MORE_FILES, MOST_MORE_THREADS = 8, 2
 MOST_SLOWER = 2.0  # the last cycle's p99 over the first's: the machine has other work too
 MOST_DETAILS = 10
@@ -95,7 +95,9 @@ def checks(soak: Soak) -> list[Check]:
     held = (idle.running, idle.waiting, idle.kv_blocks_used)
     return [
         Check("every answer is the golden one, every refusal the right one", f"{len(bad)} are not", not bad),
-        _grown("memory (MB), most in the last cycle and in the first", first, last, lambda each: each.rss, MOST_GROWTH),
+        _grown(
+            "memory (MB), most in the last cycle and in the first", first, last, lambda each: each.rss / MB, MOST_GROWTH
+        ),
         _grown("open files, most in both", first, last, lambda each: each.fds, MOST_MORE_FILES),
         _grown("threads, most in both", first, last, lambda each: each.threads, MOST_MORE_THREADS),
         *_slower(soak),
@@ -109,10 +111,9 @@ def _of_cycle(soak: Soak, cycle: int) -> list[Sample]:
     return [sample for sample in soak.samples if sample.cycle == cycle]
 
 
-def _grown(what: str, first: list[Sample], last: list[Sample], value: Callable[[Sample], int], most: int) -> Check:
+def _grown(what: str, first: list[Sample], last: list[Sample], value: Callable[[Sample], float], most: int) -> Check:
     before, after = max(map(value, first)), max(map(value, last))
-    unit = MB if most == MOST_GROWTH else 1
-    return Check(what, f"{after / unit:.0f} and {before / unit:.0f}", after - before <= most)
+    return Check(what, f"{after:.0f} and {before:.0f}", after - before <= most)
 
 
 def _slower(soak: Soak) -> list[Check]:

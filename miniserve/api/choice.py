@@ -14,29 +14,7 @@ from miniserve.outputs import EngineOutput, FinishReason
 from miniserve.text.parsers.base import CallStart, TextDelta, ToolParser
 
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer of whole calls; to the engine, it has stopped
-
-
-MAX_PROMPT_LOGPROBS = 500_000
-
-
-def check_prompt_logprobs(choices: Sequence[Choice], num_top: int | None) -> None:
-    """Refuse an answer that is huge though the request is small: each choice repeats its prompt's logprobs.
-
-    Args:
-        num_top: how many candidates each token of a prompt has beside itself; None where they are not asked for.
-
-    Raises:
-        InvalidParameterError: there are more than `MAX_PROMPT_LOGPROBS` of them.
-    """
-    if num_top is None:
-        return
-    number = sum(choice.request.num_prompt_tokens for choice in choices) * (num_top + 1)
-    if number > MAX_PROMPT_LOGPROBS:
-        raise InvalidParameterError(
-            f"the answer would have {number} logprobs of prompts, {num_top + 1} for each token of each choice; at most "
-            f"{MAX_PROMPT_LOGPROBS} are given: ask for fewer candidates, choices or prompts",
-            param="prompt_logprobs",
-        )
+MAX_PROMPT_LOGPROBS = 500_000  # in an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +122,24 @@ class Choice:
 def _with_top(entry: Entry, num_top: int) -> Entry:
     token_id, logprobs = entry
     return token_id, None if logprobs is None else replace(logprobs, top=logprobs.top[:num_top])
+
+
+def check_prompt_logprobs(choices: Sequence[Choice], num_top: int | None, *, param: str) -> None:
+    """Refuse an answer that is huge though the request is small: each choice repeats its prompt's logprobs.
+
+    Args:
+        num_top: how many candidates each token of a prompt has beside itself; None where they are not asked for.
+        param: the field that asks for them.
+
+    Raises:
+        InvalidParameterError: there are more than `MAX_PROMPT_LOGPROBS` of them.
+    """
+    if num_top is None:
+        return
+    number = sum(choice.request.num_prompt_tokens for choice in choices) * (num_top + 1)
+    if number > MAX_PROMPT_LOGPROBS:
+        raise InvalidParameterError(
+            f"the answer would have {number} logprobs of prompts, {num_top + 1} for each token of each choice; at most "
+            f"{MAX_PROMPT_LOGPROBS} are given: ask for fewer candidates, choices or prompts",
+            param=param,
+        )

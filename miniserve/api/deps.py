@@ -10,6 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -76,7 +77,8 @@ class Server:
         finally:
             if len(body) > _LARGE_BODY_BYTES:
                 del body
-                loop.run_in_executor(self.workers, give_back_memory)
+                with suppress(RuntimeError):  # at the end the workers are gone, and so is the memory soon
+                    loop.run_in_executor(self.workers, give_back_memory)
 
 
 async def get_server(request: Request) -> Server:

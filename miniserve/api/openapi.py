@@ -29,7 +29,7 @@ _ERRORS = {
     413: "the body is too large",
     429: "too many requests wait already",
     500: "our fault",
-    503: "the engine is loading, shutting down or dead",
+    503: "the engine is loading, shutting down, dead, or stuck in a step",
 }
 REQUESTS: dict[type[BaseModel], tuple[Refused, ...]] = {
     ChatCompletionRequest: CHAT_REFUSED,

@@ -27,8 +27,8 @@ from miniserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
-# A text that is cut to fit may be longer than what fits, but tokenising it should not take more than seconds.
-MAX_CUT_TEXT_LENGTH = 2**21  # characters; of what is only tokenised as well
+# A text that is cut to fit, or only tokenised, may be longer than what fits, but it should not take more than seconds.
+MAX_CUT_TEXT_LENGTH = 2**21  # characters
 PLAIN_CHAT = ChatOptions()
 PLAIN_REQUEST = RequestOptions()
 
@@ -101,7 +101,7 @@ class InputProcessor:
         """
         if isinstance(prompt, str):
             self._check_text_length([prompt], options, param="prompt")
-        token_ids = self.tokenize_prompt(prompt, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenised(prompt, add_special_tokens=add_special_tokens)
         token_ids = self._fitting(token_ids, sampling, options, param="prompt")
         output_format = self.formats.of_prompt(sampling.structured_outputs)
         return self._request(request_id, token_ids, sampling, options, output_format)
@@ -152,17 +152,22 @@ class InputProcessor:
         return [request, *(self._fork(request, index) for index in range(1, n))]
 
     def tokenize_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt, checked against the vocabulary.
+        """The token ids of a prompt, checked against the vocabulary, whether it fits the context or not.
 
         Raises:
             InvalidParameterError: it is of a wrong type, has an unknown id, or is not valid Unicode.
+            ContextLengthError: it is a text that would take too long.
         """
+        if isinstance(prompt, str):
+            _check_tokenised_length(len(prompt), param="prompt")
+        return self._tokenised(prompt, add_special_tokens=add_special_tokens)
+
+    def _tokenised(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidParameterError(
                 f"a prompt must be text or an array of token ids, got {shown(prompt)}", param="prompt"
             )
         if isinstance(prompt, str):
-            _check_tokenised_length(len(prompt), param="prompt")
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         token_ids: list[int] = list(prompt)
         self._check_token_ids(token_ids, param="prompt")
@@ -173,6 +178,7 @@ class InputProcessor:
 
         Raises:
             InvalidParameterError: there is no template, it refuses, or the messages are malformed.
+            ContextLengthError: the conversation is a text that would take too long.
         """
         pieces = self._render(_checked(messages, chat), chat)
         _check_tokenised_length(sum(len(piece.text) for piece in pieces), param="messages")
@@ -332,8 +338,8 @@ def _check_switches(template_kwargs: Mapping[str, Any]) -> None:
 def _check_tokenised_length(length: int, *, param: str) -> None:
     if length > MAX_CUT_TEXT_LENGTH:
         raise ContextLengthError(
-            f"the prompt has {length} characters, and texts of at most {MAX_CUT_TEXT_LENGTH} are tokenised, also those "
-            "that are cut then: shorten the prompt",
+            f"the prompt has {length} characters; at most {MAX_CUT_TEXT_LENGTH} are tokenised to be cut or to be "
+            "shown: shorten the prompt",
             param=param,
         )
 

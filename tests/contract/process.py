@@ -9,14 +9,28 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import httpx
 
 ROOT = Path(__file__).parents[2]
 READY = re.compile(r"\[miniserve\] serving (\S+) on (\S+)")
 START_SECONDS = 120
 LINE_SECONDS = 20
+
+
+def wait_until_ready(http: httpx.Client) -> None:
+    """For a server that does not say where it is: until it serves."""
+    give_up = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up:
+        with suppress(httpx.TransportError):
+            if http.get("/health").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server was not ready after {START_SECONDS} s")
 
 
 class ServerProcess:

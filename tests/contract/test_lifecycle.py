@@ -31,7 +31,7 @@ from tests.contract.calls import (
     plain,
 )
 from tests.contract.conftest import SCRIPTED
-from tests.contract.process import ROOT, ServerProcess
+from tests.contract.process import ROOT, ServerProcess, wait_until_ready
 
 ENDLESS = {"prompt": "<<endless>><<pause 5>>", "max_tokens": 4000}
 NAMES = ("draining", "patient", "hasty", "dying")
@@ -251,10 +251,7 @@ def test_without_standard_files(closed: str, tmp_path: Path) -> None:
     process = subprocess.Popen(["sh", "-c", line], cwd=ROOT)
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(address)), base_url="http://x") as http:
-            give_up = time.monotonic() + WAIT_SECONDS
-            while not address.exists() or http.get("/health").status_code != 200:
-                assert time.monotonic() < give_up
-                time.sleep(0.05)
+            wait_until_ready(http)
             assert http.post(COMPLETIONS, json={"prompt": "<<say abc>>"}).json()["choices"][0]["text"] == "abc"
         process.send_signal(signal.SIGTERM)
         assert process.wait(25) == 0

@@ -19,6 +19,7 @@ from miniserve.engine.constrained import ConstrainedSampling
 from miniserve.engine.engine import ENGINE_FAILED, Engine
 from miniserve.engine.output_processor import OutputProcessor, RequestState
 from miniserve.engine.output_text import OutputText
+from miniserve.errors import InternalError
 from miniserve.outputs import EngineOutput, FinishReason, OutputFormat, Thinking
 from miniserve.sampling_params import StructuredOutput
 from miniserve.structured.compiler import Grammar, GrammarCompiler, Matcher
@@ -150,7 +151,7 @@ def run(engine: Engine, prompts: list[list[Request]]) -> dict[str, Result]:
     for request, *forks in prompts:
         try:
             engine.add(request, forks)
-        except Exception:
+        except InternalError:
             results |= {
                 each.request_id: Result(reason=FinishReason.ERROR, error=ENGINE_FAILED) for each in (request, *forks)
             }

@@ -332,6 +332,16 @@ def test_a_text_to_be_cut_may_be_long_but_not_without_end() -> None:
     assert caught.value.param == "prompt"
 
 
+def test_a_long_context_takes_a_long_text() -> None:
+    """The bound is for what need not fit: /tokenize, and texts to be cut."""
+    text = "x" * (MAX_CUT_TEXT_LENGTH + 1)
+    room = len(text) + 1
+    processor = make_input_processor(max_model_len=room, kv_capacity_tokens=room)
+    assert processor.process_prompt("r", text, SamplingParams(max_tokens=1)).num_tokens == len(text)
+    with pytest.raises(ContextLengthError, match="to be shown"):
+        processor.tokenize_prompt(text)
+
+
 def test_a_continued_message_ends_the_prompt() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a <eos> "}]
     chat = ChatOptions(add_generation_prompt=False, continue_final_message=True)

@@ -124,11 +124,6 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def percentile(values: list[float], percent: int) -> float:
-    """The value that so many percent are not above."""
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
-
-
 # Open files
 
 

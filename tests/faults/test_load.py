@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from demos.load_client import percentile
 from tests.contract.calls import COMPLETIONS, plain
 from tests.faults.conftest import CANARY, FEW_FILES, KEY, Target, attacked
-from tests.faults.raw import completion, connect, is_closed, percentile, read_answer, soft_file_limit, status
+from tests.faults.raw import completion, connect, is_closed, read_answer, soft_file_limit, status
 
 if sys.platform == "linux":
     import resource

@@ -23,7 +23,7 @@ import pytest
 
 from tests.contract.calls import Server, check_error_object, chunks_of, fold, streamed
 from tests.contract.conftest import SCRIPTED
-from tests.contract.process import ROOT, ServerProcess
+from tests.contract.process import ROOT, ServerProcess, wait_until_ready
 from tests.faults.conftest import FLAGS
 from tests.faults.raw import completion, connect, is_whole, read_answer, response_of, status
 
@@ -187,18 +187,6 @@ def test_a_log_that_nobody_reads(tmp_path: Path) -> None:
     finally:
         process.kill()
         os.close(reader)
-
-
-def wait_until_ready(http: httpx.Client) -> None:
-    give_up = time.monotonic() + 60
-    while time.monotonic() < give_up:
-        try:
-            if http.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("not ready")
 
 
 def test_clients_that_come_again_at_once() -> None:

@@ -104,7 +104,7 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
     with naming_sent_fields(asked.sent_name):
         chat = asked.chat_options()
         choices = _choices(server, parts, call_id, asked, chat)
-    check_prompt_logprobs(choices, asked.prompt_logprobs)
+    check_prompt_logprobs(choices, asked.prompt_logprobs, param="prompt_logprobs")
     return asked, Call(call_id, int(time.time()), model, choices)
 
 

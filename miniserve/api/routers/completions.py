@@ -91,7 +91,8 @@ def _prepare(server: Server, parts: EngineParts, call_id: str, body: bytes) -> t
             log_request(prompt_id, json.dumps(prompt, ensure_ascii=False), sampling, asked.n)
         with _numbering(number if len(asked.prompts) > 1 else None):
             choices += _choices(asked, prompt_id, prompt, sampling, parts.input_processor, first_index=len(choices))
-    check_prompt_logprobs(choices, sampling.prompt_logprobs)
+    param = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"  # of an echo
+    check_prompt_logprobs(choices, sampling.prompt_logprobs, param=param)
     return asked, Call(call_id, int(time.time()), model, choices)
 
 

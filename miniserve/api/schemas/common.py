@@ -214,7 +214,9 @@ class SamplingFields(RequestModel):
         "and json_object (true); not beside response_format, nor a tool_choice that demands calls",
     )
     prompt_logprobs: LogprobCount | None = Field(
-        None, description="report each prompt token's logprob, and of so many most probable ones; not with stream"
+        None,
+        description="report each prompt token's logprob, and of so many most probable ones; not with stream; at most "
+        "500,000 in an answer, all prompts and choices together, those of an echo as well",
     )
     return_token_ids: bool | None = Field(None, description="the ids of the prompt and of the output too")
     truncate_prompt_tokens: int | None = Field(

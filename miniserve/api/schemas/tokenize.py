@@ -34,7 +34,7 @@ class TokenizeRequest(RequestModel):
     """A text or a conversation: one of both."""
 
     model: str | None = Field(None, description=MODEL_DESCRIPTION)
-    prompt: str | None = Field(None, description="a text")
+    prompt: str | None = Field(None, description="a text, of at most 2,097,152 characters")
     messages: list[ChatMessage] | None = Field(
         None, min_length=1, fail_fast=True, description="a conversation, for the chat template"
     )
